@@ -1,0 +1,120 @@
+"""How an op gets into PyTorch, and which backend runs it.
+
+`register_op` defines `torch.ops.flowgrpo_fast.<name>` from a schema and a reference in pure torch. The reference is the spec:
+it is the CPU path, the fallback everywhere, the fake (meta) function under torch.compile, and the tests' oracle. Faster
+implementations join later through `register_backend(op, backend, device_type, function)`: same arguments, same outputs, contiguous.
+
+Which one runs is decided at each call: the backend asked for (`use_backend`, or FLOWGRPO_BACKEND, read once at import), else
+under "auto" the first of `_PREFERENCE` that the op has for the device. What is missing falls back to the reference and says so
+once per op and backend.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from flowgrpo_fast.ops._checks import require_choice
+
+NAMESPACE = "flowgrpo_fast"
+BACKENDS = ("auto", "reference", "triton", "cuda", "cpp")
+_PREFERENCE = {"cuda": ("triton", "cuda"), "cpu": ("cpp",)}
+
+Implementation = Callable[..., Any]
+
+_library = torch.library.Library(NAMESPACE, "DEF")  # module-level: dropping it would unregister every op
+_backends: dict[str, dict[tuple[str, str], Implementation]] = {}  # op -> (backend, device type) -> function
+_announced: set[tuple[str, str]] = set()
+
+
+class BackendFallbackWarning(UserWarning):
+    """The backend asked for does not exist for an op on this device; the reference ran instead."""
+
+
+def _checked(name: str, field: str) -> str:
+    require_choice(name, field, BACKENDS)
+    return name
+
+
+# One value for the process, not a context variable: autograd runs backward ops of CUDA tensors in threads of its own, which
+# would not see a variable of the caller's context.
+_current = _checked(os.environ.get("FLOWGRPO_BACKEND") or "auto", "FLOWGRPO_BACKEND")
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run the ops called inside the block with one backend: "auto", "reference", "triton", "cuda" or "cpp".
+
+    Holds for the whole process, backward passes that run inside the block included. A backend that an op or this machine lacks
+    falls back to the reference with one `BackendFallbackWarning` per op and backend. Raises ValueError for an unknown name.
+    """
+    global _current
+    before, _current = _current, _checked(name, "use_backend")
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def register_op(
+    schema: str,
+    reference: Implementation,
+    *,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Implementation:
+    """Define an op, and return it as a callable.
+
+    schema: "name(Tensor x, ...) -> Tensor", all arguments positional and without defaults, the first one a Tensor.
+    reference: the implementation in pure torch. It must not return an input or a view of one, nor read values on the host.
+    setup_context, backward: as in `torch.library.register_autograd`; backward calls another registered op. It receives contiguous
+    gradients (`.sum().backward()` hands over stride 0). Without them, differentiating through the op is an error, not a zero.
+    """
+    name = schema.split("(", 1)[0]
+    qualified = f"{NAMESPACE}::{name}"
+    _backends[name] = {}
+
+    def dispatch(*args: Any) -> Any:
+        return _select(name, args[0].device.type, reference)(*args)
+
+    def contiguous_backward(ctx: Any, *grads: Any) -> Any:
+        if backward is None:
+            raise RuntimeError(f"{qualified} has no derivative of its own (second derivatives are not supported)")
+        return backward(ctx, *(grad if grad is None else grad.contiguous() for grad in grads))
+
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, dispatch, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, reference, lib=_library)
+    torch.library.register_autograd(qualified, contiguous_backward, setup_context=setup_context, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def register_backend(op: str, backend: str, device_type: str, function: Implementation) -> None:
+    """Add an implementation of a registered op: same arguments as its reference, same shapes, dtypes and (contiguous) strides."""
+    _backends[op][_checked(backend, "backend"), device_type] = function
+
+
+def _select(op: str, device_type: str, reference: Implementation) -> Implementation:
+    table = _backends[op]
+    if _current == "reference":
+        return reference
+    if _current == "auto":
+        wanted = (table.get((backend, device_type)) for backend in _PREFERENCE.get(device_type, ()))
+        return next((function for function in wanted if function is not None), reference)
+    if (_current, device_type) not in table:
+        _announce(op, device_type)
+        return reference
+    return table[_current, device_type]
+
+
+def _announce(op: str, device_type: str) -> None:
+    if (op, _current) in _announced:
+        return
+    _announced.add((op, _current))
+    text = f"{op}: no {_current!r} backend for {device_type} tensors here; the reference (pure torch) runs instead. Said once."
+    warnings.warn(text, BackendFallbackWarning, stacklevel=3)
