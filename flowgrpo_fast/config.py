@@ -1,0 +1,365 @@
+"""One typed, strict configuration: YAML (`extends:`) + `key=value` overrides -> `Config`.
+
+Unknown keys, wrong types and impossible combinations raise ConfigError before any work starts, naming the key, the
+value and the fix. `batch_plan` is the one place where batch sizes are multiplied and divided.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from yaml import YAMLError
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: the message names the key, the value and what to do."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class LoraConfig(Section):
+    rank: int = Field(32, ge=1)
+    alpha: float = Field(64.0, gt=0)
+    """Scale of the adapter is alpha / rank."""
+    target_modules: list[str] | str | None = None
+    """Module name suffixes, or "all-linear"; null takes the model family's preset."""
+    init: Literal["gaussian", "default"] = "gaussian"
+
+
+class ModelConfig(Section):
+    family: str = "qwen_image"
+    """Adapter: a registered family or `module:Class`."""
+    path: str
+    """A diffusers folder, or `builtin:glyphs`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the transformer's weights in forward passes. Trained weights and optimizer state are fp32 in either case."""
+    train: Literal["full", "lora"] = "lora"
+    lora: LoraConfig = LoraConfig()
+
+
+class DataConfig(Section):
+    train: str
+    """`builtin:glyphs`, or a .txt, .jsonl or .parquet file."""
+    validation: str | None = None
+    negative_prompt: str | None = None
+    """For records that have none of their own. Needed when guidance_scale > 1."""
+    shuffle: bool = True
+
+
+class WindowSection(Section):
+    size: int | None = Field(None, ge=1)
+    """Trained SDE steps per sample; null trains every step but the degenerate ones."""
+    range: list[int] | None = Field(None, min_length=2, max_length=2)
+    """[lo, hi): the window lies inside these step indices."""
+    scope: Literal["sample", "group", "batch"] = "group"
+    strategy: Literal["random", "progressive"] = "random"
+    shift_every: int = Field(25, ge=1)
+    shift_by: int = Field(1, ge=1)
+
+
+class SigmasConfig(Section):
+    kind: Literal["pipeline", "single_shift", "double_shift", "dynamic_shift"] = "pipeline"
+    """`pipeline`: as the checkpoint's own scheduler config says, by the family's adapter."""
+    shift: float = Field(3.0, gt=0)
+    mu: float | None = None
+    shift_terminal: float | None = None
+
+
+class RolloutConfig(Section):
+    backend: Literal["in_process"] = "in_process"
+    agent_loop: str = "single_turn"
+    """Registered name or `module:Class`."""
+    height: int = Field(512, ge=16)
+    width: int = Field(512, ge=16)
+    num_steps: int = Field(10, ge=1)
+    guidance_scale: float = Field(1.0, ge=1.0)
+    """True CFG; 1.0 is off and costs one forward instead of two."""
+    rule: Literal["sde", "cps", "dance"] = "sde"
+    noise_level: float = Field(0.7, gt=0)
+    sigmas: SigmasConfig = SigmasConfig()
+    window: WindowSection = WindowSection()
+    initial_noise: Literal["sample", "group"] = "sample"
+    """`group`: all samples of a group start from the same noise; the ODE steps before the window are then done once per group."""
+    groups_per_batch: int = Field(1, ge=1)
+    """Groups in one forward."""
+    max_sequence_length: int = Field(512, ge=1)
+    """Prompt tokens, template not counted; a longer prompt is an error, never cut."""
+
+
+class AlgorithmConfig(Section):
+    name: str = "flow_grpo"
+    group_size: int = Field(16, ge=2)
+    groups_per_step: int = Field(8, ge=1)
+    """Prompts per training step, over all ranks."""
+    updates_per_rollout: int = Field(1, ge=1)
+    normalize: Literal["global_std", "group_std", "none"] = "global_std"
+    advantage_eps: float = Field(1e-4, ge=0)
+    advantage_clip: float | None = Field(5.0, gt=0)
+    clip_low: float = Field(1e-4, gt=0)
+    clip_high: float = Field(1e-4, gt=0)
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the true Gaussian KL to the reference policy; 0 builds no reference."""
+    log_prob_form: Literal["gaussian", "flow_grpo"] = "gaussian"
+    log_prob_reduction: Literal["mean", "sum"] = "mean"
+    old_log_probs: Literal["auto", "rollout", "trainer"] = "auto"
+    """`rollout`: those of the rollout. `trainer`: recomputed here (on-policy: the current ones, detached).
+    `auto`: the rollout's where the replay has the rollout's batch shape, the trainer's elsewhere."""
+
+
+class RewardConfig(Section):
+    name: str
+    """Registered name or `module:function`."""
+    kwargs: dict[str, Any] = {}
+    weight: float = 1.0
+    label: str | None = None
+
+
+class RewardingConfig(Section):
+    normalize: bool = False
+    """z-score each component over the batch before weighting."""
+    workers: int = Field(1, ge=1)
+    max_retries: int = Field(3, ge=0)
+    max_failure_share: float = Field(0.1, ge=0, le=1)
+    """The run stops when more than this share of a step's samples has no valid reward."""
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(3e-4, gt=0)
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(1e-4, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_updates: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; linear and cosine fall to 0 at the last update."""
+
+
+class EngineConfig(Section):
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    gradient_checkpointing: bool = False
+    micro_batch_size: int | None = Field(None, ge=1)
+    """(sample, step) pairs per forward; null takes the rollout's batch, which replays it in the same shape."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads per rank; null takes cores / ranks."""
+
+
+class TrainerConfig(Section):
+    total_steps: int = Field(100, ge=1)
+    validate_every: int = Field(0, ge=0)
+    """In steps; 0 validates before and after only."""
+    save_every: int = Field(0, ge=0)
+    """In steps; 0 saves at the end only."""
+    keep_checkpoints: int = Field(2, ge=1)
+    resume: str = "auto"
+    """`auto` (newest checkpoint of run_dir, if any), `never`, or a checkpoint folder."""
+
+
+class ValidationConfig(Section):
+    num_prompts: int = Field(128, ge=1)
+    num_steps: int | None = Field(None, ge=1)
+    """null: as the rollout."""
+    guidance_scale: float | None = Field(None, ge=1.0)
+    seed: int = 42
+    batch_size: int = Field(32, ge=1)
+    grid_images: int = Field(32, ge=1)
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    samples_every: int = Field(0, ge=0)
+    """Save a grid of training samples every so many steps; 0: never."""
+
+
+class Config(Section):
+    run_dir: str
+    seed: int = Field(0, ge=0)
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rewards: list[RewardConfig] = Field(min_length=1)
+    rewarding: RewardingConfig = RewardingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    validation: ValidationConfig = ValidationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        if self.model.train == "full" and self.model.dtype == "float16":
+            raise ValueError(
+                "model.dtype float16 cannot be trained in full (gradients underflow); use bfloat16 or float32"
+            )
+        if self.rollout.initial_noise == "group" and self.rollout.window.size is None:
+            return self
+        window = self.rollout.window
+        if window.size is not None and window.range is not None and window.range[1] - window.range[0] < window.size:
+            raise ValueError(
+                f"rollout.window.size {window.size} does not fit into rollout.window.range {window.range}; widen the range or shrink the window"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump()))
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Reads `path`, its `extends:` chain and `key=value` overrides. Raises ConfigError."""
+    merged = _read_with_bases(Path(path).expanduser(), ())
+    for override in overrides or []:
+        key, separator, value = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"override {override!r} is not of the form key=value (example: trainer.total_steps=10)")
+        try:
+            parsed = OmegaConf.from_dotlist([f"value={value}"]).value
+            OmegaConf.update(merged, key, parsed, merge=False, force_add=True)
+        except (OmegaConfBaseException, YAMLError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise ConfigError(f"override {override!r} cannot be applied: {error}") from error
+    try:
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return parse_config(plain, str(path))
+
+
+def parse_config(values: Any, origin: str = "config") -> Config:
+    """A plain dict -> Config. Raises ConfigError that lists every problem, one line each."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{origin}: expected a mapping of sections, got {type(values).__name__}")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(dict(e)) for e in error.errors()]
+        raise ConfigError(f"{origin}: " + "; ".join(problems)) from error
+
+
+def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> Any:
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"extends: {path} extends itself through {' -> '.join(p.name for p in seen)}")
+    if not path.is_file():
+        raise ConfigError(f"config file not found: {path}")
+    try:
+        config = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+    if not OmegaConf.is_dict(config):
+        raise ConfigError(f"{path}: expected a mapping of sections at the top level")
+    bases = config.pop("extends", None) or []
+    merged = OmegaConf.create({})
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = OmegaConf.merge(merged, _read_with_bases(path.parent / base, (*seen, path)))
+    return OmegaConf.merge(merged, config)
+
+
+def _explain(error: dict[str, Any]) -> str:
+    """One pydantic error as a sentence: the key as the user writes it, the value, and the nearest valid key if unknown."""
+    location = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        valid = _keys_at(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), valid, n=1, cutoff=0.0)
+        return f"unknown key {location!r}; did you mean {near[0]!r}?" if near else f"unknown key {location!r}"
+    if error["type"] == "missing":
+        return f"missing key {location!r}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{location} = {error['input']!r}: {message}" if location else message
+
+
+def _keys_at(location: tuple[Any, ...]) -> list[str]:
+    section: Any = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = section.model_fields[part].annotation
+        section = next(
+            (a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, Section)), None
+        )
+        if section is None:
+            return []
+    return list(section.model_fields)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The numbers of one training step, per rank unless they say otherwise."""
+
+    world_size: int
+    groups: int
+    """Prompts of a rollout."""
+    samples: int
+    rollout_batches: int
+    rollout_batch_size: int
+    """Samples in one rollout forward."""
+    window: int
+    micro_batch_size: int
+    """Pairs in one training forward."""
+    micro_batches: int
+    """Training forwards per optimizer update."""
+    updates: int
+    replays_rollout_shape: bool
+    """Training forwards have the shape of rollout forwards, so equal weights give bit-equal log-probs."""
+
+    def lines(self) -> list[str]:
+        pairs = self.micro_batch_size * self.micro_batches
+        same = (
+            "the rollout's shape"
+            if self.replays_rollout_shape
+            else "not the rollout's shape: old log-probs from the trainer"
+        )
+        return [
+            f"{self.world_size} rank(s) x {self.groups} group(s): {self.samples * self.world_size} samples per step, {self.samples} per rank",
+            f"rollout: {self.rollout_batches} batch(es) of {self.rollout_batch_size} samples per rank",
+            f"update: {self.updates} per rollout, each {pairs} (sample, step) pairs per rank (window {self.window})"
+            f" = {self.micro_batches} forward(s) of {self.micro_batch_size} ({same})",
+        ]
+
+
+def batch_plan(config: Config, world_size: int, window: int, turns: int = 1) -> BatchPlan:
+    """Divides the step's work among ranks, batches and updates. `window`: trained steps per sample; `turns`: generations per group.
+
+    Raises ConfigError in one sentence with the numbers when something does not divide.
+    """
+    algorithm, G = config.algorithm, config.algorithm.group_size
+    if algorithm.groups_per_step % (world_size * algorithm.updates_per_rollout):
+        raise ConfigError(
+            f"algorithm.groups_per_step {algorithm.groups_per_step} does not divide by {world_size} rank(s) x"
+            f" algorithm.updates_per_rollout {algorithm.updates_per_rollout} = {world_size * algorithm.updates_per_rollout}"
+        )
+    groups = algorithm.groups_per_step // world_size
+    per_update = groups * turns // algorithm.updates_per_rollout
+    if per_update % config.rollout.groups_per_batch:
+        raise ConfigError(
+            f"rollout.groups_per_batch {config.rollout.groups_per_batch} does not divide the {per_update} group(s) of one update and rank"
+            f" ({algorithm.groups_per_step} groups x {turns} turn(s) / {world_size} rank(s) / {algorithm.updates_per_rollout} update(s))"
+        )
+    rollout_batch = config.rollout.groups_per_batch * G
+    pairs = per_update * G * window
+    micro = config.engine.micro_batch_size or rollout_batch
+    if pairs % micro:
+        raise ConfigError(
+            f"engine.micro_batch_size {micro} does not divide the {pairs} (sample, step) pairs of one update and rank"
+            f" ({per_update} groups x group_size {G} x window {window})"
+        )
+    return BatchPlan(
+        world_size=world_size,
+        groups=groups,
+        samples=groups * turns * G,
+        rollout_batches=groups * turns // config.rollout.groups_per_batch,
+        rollout_batch_size=rollout_batch,
+        window=window,
+        micro_batch_size=micro,
+        micro_batches=pairs // micro,
+        updates=algorithm.updates_per_rollout,
+        # Later turns are generated in other batches than the ones that they are replayed in.
+        replays_rollout_shape=micro == rollout_batch and turns == 1,
+    )

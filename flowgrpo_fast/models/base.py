@@ -1,0 +1,108 @@
+"""The adapter protocol: the only place that knows a model family. Everything above speaks latents, sigmas and prompt embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowgrpo_fast.config import SigmasConfig
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """Template and prompt, right-padded: input_ids int64 [P, L], mask bool [P, L]."""
+
+    input_ids: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class PromptEmbeds:
+    """One row per prompt, right-padded: embeds [P, L, E]; the text lengths on the host, so that no forward waits for the device
+    to learn whether it needs a mask; pooled [P, E'] where the family has it."""
+
+    embeds: Tensor
+    lengths: tuple[int, ...]
+    pooled: Tensor | None = None
+
+    def rows(self, index: Sequence[int]) -> PromptEmbeds:
+        """Rows `index`, trimmed to their longest text: the length that they had in a forward of their own."""
+        at = torch.tensor(index, device=self.embeds.device)
+        lengths = tuple(self.lengths[i] for i in index)
+        pooled = None if self.pooled is None else self.pooled[at]
+        return PromptEmbeds(self.embeds[at, : max(lengths)], lengths, pooled)
+
+    def repeated(self, times: int) -> PromptEmbeds:
+        """A single row for `times` samples, without a copy."""
+        pooled = None if self.pooled is None else self.pooled.expand(times, -1)
+        return PromptEmbeds(self.embeds.expand(times, -1, -1), self.lengths * times, pooled)
+
+    def mask(self) -> Tensor:
+        """bool [P, L], True at text."""
+        lengths = torch.tensor(self.lengths, device=self.embeds.device)
+        return torch.arange(self.embeds.shape[1], device=self.embeds.device) < lengths[:, None]
+
+    def attention_mask(self) -> Tensor | None:
+        """As the pipelines: None where nothing is padded. On CUDA a mask disables flash attention."""
+        return None if min(self.lengths) == self.embeds.shape[1] else self.mask()
+
+
+def join_branches(positive: PromptEmbeds, negative: PromptEmbeds) -> PromptEmbeds:
+    """Both CFG branches for one forward: [2B, L, E], positive first, padded to the longer text."""
+    length = max(positive.embeds.shape[1], negative.embeds.shape[1])
+    embeds = [F.pad(e, (0, 0, 0, length - e.shape[1])) for e in (positive.embeds, negative.embeds)]
+    pooled = (
+        None if positive.pooled is None or negative.pooled is None else torch.cat([positive.pooled, negative.pooled])
+    )
+    return PromptEmbeds(torch.cat(embeds), positive.lengths + negative.lengths, pooled)
+
+
+class ModelAdapter(Protocol):
+    """Between a diffusers pipeline folder and the trainer. Holds tokenizer, text encoder, VAE and scheduler settings; not the transformer."""
+
+    family: str
+    lora_target_modules: list[str]
+
+    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None: ...
+
+    def load_transformer(self) -> nn.Module:
+        """The trainable network in `dtype` on `device`."""
+        ...
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's latents. ValueError where the size does not fit the VAE and patches."""
+        ...
+
+    def sigmas(self, num_steps: int, height: int, width: int, config: SigmasConfig) -> Tensor:
+        """fp32 [T+1], last 0."""
+        ...
+
+    def tokenize(self, prompts: list[str], max_length: int) -> PromptTokens:
+        """Fast tokenizer; call it from one thread only. ValueError for a prompt over max_length tokens: nothing is cut."""
+        ...
+
+    def encode(self, tokens: PromptTokens) -> PromptEmbeds: ...
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        x: Tensor,
+        sigma: Tensor,
+        positive: PromptEmbeds,
+        negative: PromptEmbeds | None,
+        guidance_scale: float,
+        height: int,
+        width: int,
+    ) -> Tensor:
+        """v of x [B, ...] at sigma fp32 [B]; with `negative`, both CFG branches in one forward."""
+        ...
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """[B, ...] fp32 -> uint8 [B, 3, H, W]."""
+        ...

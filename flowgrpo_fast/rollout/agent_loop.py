@@ -1,0 +1,279 @@
+"""Agent loops: what happens to one prompt group, from text to reward. asyncio; one task per group.
+
+Tokenising happens in the event-loop thread (a shared fast tokenizer in several threads raises "Already borrowed").
+Requests go to a queue that forms forward batches; each group's rewards start when its images land, while the next
+batch is still being generated. `SingleTurnAgentLoop` is the default; `MultiTurnAgentLoop` generates several times per
+group, each turn with a prompt and a reward of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.config import ConfigError
+from flowgrpo_fast.data.prompts import PromptRecord
+from flowgrpo_fast.models.base import ModelAdapter, PromptTokens
+from flowgrpo_fast.rewards import RewardManager, RewardResult
+from flowgrpo_fast.rollout.base import Rollout, RolloutRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class GroupTask:
+    """One prompt group to generate. `sample_id` int64 [turns, G] and `group_id` [turns] are run-unique; `window_start` int64 [turns, G]."""
+
+    record: PromptRecord
+    group_id: Tensor
+    sample_id: Tensor
+    window_start: Tensor
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One generation of a group with its reward."""
+
+    prompt: str
+    batch: RolloutBatch
+    reward: RewardResult
+
+
+class GenerationQueue:
+    """Collects requests into forward batches of `groups_per_batch`, in order of arrival.
+
+    A batch leaves when it is full, or when every live group waits here, so that its composition never depends on how
+    long a reward took: a resumed run sees the same batches.
+    """
+
+    def __init__(
+        self, rollout: Rollout, sampling: SamplingParams, policy_version: int, groups_per_batch: int, live: int
+    ) -> None:
+        self.rollout, self.sampling, self.policy_version = rollout, sampling, policy_version
+        self.groups_per_batch, self.live, self.running = groups_per_batch, live, 0
+        self.waiting: list[tuple[RolloutRequest, asyncio.Future[RolloutBatch]]] = []
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self.batches: set[asyncio.Task[None]] = set()
+        self.last_image = time.perf_counter()
+
+    async def submit(self, request: RolloutRequest) -> RolloutBatch:
+        future: asyncio.Future[RolloutBatch] = asyncio.get_running_loop().create_future()
+        self.waiting.append((request, future))
+        self._release()
+        return await future
+
+    def group_done(self) -> None:
+        self.live -= 1
+        self._release()
+
+    def _release(self) -> None:
+        while self.waiting and (
+            len(self.waiting) >= self.groups_per_batch or len(self.waiting) == self.live - self.running
+        ):
+            chosen, self.waiting = self.waiting[: self.groups_per_batch], self.waiting[self.groups_per_batch :]
+            self.running += len(chosen)
+            task = asyncio.create_task(self._run(chosen))
+            self.batches.add(task)
+            task.add_done_callback(self.batches.discard)
+
+    async def _run(self, chosen: list[tuple[RolloutRequest, asyncio.Future[RolloutBatch]]]) -> None:
+        requests = [request for request, _ in chosen]
+        loop = asyncio.get_running_loop()
+        try:
+            batch = await loop.run_in_executor(
+                self.executor, self.rollout.generate, requests, self.sampling, self.policy_version
+            )
+            parts = batch.split_prompts()
+        except BaseException as error:
+            for _, future in chosen:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        finally:
+            self.running -= len(chosen)
+            self.last_image = time.perf_counter()
+        for (_, future), part in zip(chosen, parts, strict=True):
+            if not future.done():
+                future.set_result(part)
+
+    def close(self) -> None:
+        self.executor.shutdown(wait=True)
+
+
+@dataclass(frozen=True)
+class AgentContext:
+    """What a loop may use."""
+
+    adapter: ModelAdapter
+    queue: GenerationQueue
+    rewards: RewardManager
+    max_sequence_length: int
+    negative_prompt: str | None
+
+    def tokenize(self, prompt: str) -> PromptTokens:
+        return self.adapter.tokenize([prompt], self.max_sequence_length)
+
+
+class AgentLoop(ABC):
+    """Subclass, register or name as `module:Class` in rollout.agent_loop. `turns`: generations per group, the same for every group."""
+
+    turns = 1
+
+    def __init__(self, context: AgentContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    async def run(self, task: GroupTask) -> list[Turn]:
+        """All turns of one group, in order."""
+
+    async def generate_and_score(self, task: GroupTask, turn: int, prompt: str) -> Turn:
+        """One generation of the whole group and its reward."""
+        c = self.context
+        negative = c.negative_prompt if task.record.negative_prompt is None else task.record.negative_prompt
+        guided = c.queue.sampling.guidance_scale > 1 and negative is not None
+        request = RolloutRequest(
+            group_id=int(task.group_id[turn]),
+            tokens=c.tokenize(prompt),
+            negative_tokens=c.tokenize(negative) if guided and negative is not None else None,
+            sample_id=task.sample_id[turn],
+            window_start=task.window_start[turn],
+        )
+        batch = await c.queue.submit(request)
+        media = batch.images if batch.images is not None else batch.videos
+        if media is None:
+            raise RuntimeError(f"the rollout returned no images for group {request.group_id}; nothing can be scored")
+        reward = await c.rewards.score_async(media.cpu(), [prompt] * batch.size, [task.record.metadata] * batch.size)
+        return Turn(prompt, batch, reward)
+
+
+class SingleTurnAgentLoop(AgentLoop):
+    """Prompt -> images -> reward."""
+
+    async def run(self, task: GroupTask) -> list[Turn]:
+        return [await self.generate_and_score(task, 0, task.record.prompt)]
+
+
+class MultiTurnAgentLoop(AgentLoop):
+    """Several generations per group; `next_prompt` decides what to ask for after seeing the turns so far."""
+
+    turns = 2
+
+    @abstractmethod
+    async def next_prompt(self, task: GroupTask, history: Sequence[Turn]) -> str: ...
+
+    async def run(self, task: GroupTask) -> list[Turn]:
+        history: list[Turn] = []
+        for turn in range(self.turns):
+            prompt = await self.next_prompt(task, history)
+            history.append(await self.generate_and_score(task, turn, prompt))
+        return history
+
+
+AGENT_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurnAgentLoop}
+
+
+def agent_loop_class(name: str) -> type[AgentLoop]:
+    """A registered loop or the user's `module:Class`. Raises ConfigError."""
+    if name in AGENT_LOOPS:
+        return AGENT_LOOPS[name]
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        near = difflib.get_close_matches(name, AGENT_LOOPS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"rollout.agent_loop = {name!r} is not known; did you mean {near!r}? (or give module:Class)")
+    try:
+        loop = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"rollout.agent_loop = {name!r}: cannot import it: {error}") from error
+    if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
+        raise ConfigError(f"rollout.agent_loop = {name!r} is not a subclass of AgentLoop")
+    return loop
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """All groups of a phase on this rank, in task order (turn by turn inside a group)."""
+
+    batch: RolloutBatch
+    reward: RewardResult
+    prompts: list[str]  # [B]
+    generation_seconds: float
+    reward_wait_seconds: float  # from the last image to the last reward
+
+    @property
+    def media(self) -> Tensor:
+        media = self.batch.images if self.batch.images is not None else self.batch.videos
+        assert media is not None
+        return media
+
+
+def run_agent_loops(
+    loop_class: type[AgentLoop],
+    tasks: Sequence[GroupTask],
+    *,
+    adapter: ModelAdapter,
+    rollout: Rollout,
+    rewards: RewardManager,
+    sampling: SamplingParams,
+    policy_version: int,
+    groups_per_batch: int,
+    max_sequence_length: int,
+    negative_prompt: str | None,
+) -> RolloutResult:
+    """Runs every group concurrently and joins the results. The first error cancels the rest and is raised."""
+
+    began = time.perf_counter()
+
+    async def main() -> tuple[list[list[Turn]], float]:
+        queue = GenerationQueue(rollout, sampling, policy_version, groups_per_batch, live=len(tasks))
+        context = AgentContext(adapter, queue, rewards, max_sequence_length, negative_prompt)
+
+        async def one(task: GroupTask) -> list[Turn]:
+            try:
+                return await loop_class(context).run(task)
+            finally:
+                queue.group_done()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(one(task)) for task in tasks]
+            return [task.result() for task in running], queue.last_image
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            queue.close()
+
+    groups, last_image = asyncio.run(main())
+    turns = [turn for group in groups for turn in group]
+    return RolloutResult(
+        batch=RolloutBatch.concat([turn.batch for turn in turns]),
+        reward=RewardResult.concat([turn.reward for turn in turns]),
+        prompts=[turn.prompt for turn in turns for _ in range(turn.batch.size)],
+        generation_seconds=last_image - began,
+        reward_wait_seconds=time.perf_counter() - last_image,
+    )
+
+
+def make_tasks(
+    records: Sequence[PromptRecord], first_group: int, group_size: int, turns: int, window_start: Tensor | None = None
+) -> list[GroupTask]:
+    """Tasks with run-unique ids: group g, turn t has id g * turns + t; its samples follow one another.
+
+    window_start: int64 [len(records) * turns * group_size] in that order, or None (ODE).
+    """
+    tasks = []
+    for i, record in enumerate(records):
+        group = (first_group + i) * turns + torch.arange(turns)
+        sample = group[:, None] * group_size + torch.arange(group_size)
+        start = (
+            torch.zeros_like(sample) if window_start is None else window_start.view(len(records), turns, group_size)[i]
+        )
+        tasks.append(GroupTask(record, group, sample, start))
+    return tasks

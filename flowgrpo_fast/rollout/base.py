@@ -1,0 +1,57 @@
+"""The rollout protocol: requests of prompt groups in, one RolloutBatch of contiguous tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.models.base import PromptTokens
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What all requests of a phase share. `window_size` 0 samples the plain ODE: no noise, no log-probs."""
+
+    height: int
+    width: int
+    num_steps: int
+    guidance_scale: float
+    rule: str
+    noise_level: float
+    window_size: int
+    initial_noise: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One prompt group: G samples of one prompt. Ids are run-unique and key all noise."""
+
+    group_id: int
+    tokens: PromptTokens
+    negative_tokens: PromptTokens | None
+    sample_id: Tensor  # [G] int64
+    window_start: Tensor  # [G] int64; ignored where window_size is 0
+
+
+class Rollout(Protocol):
+    """Where samples come from."""
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int
+    ) -> RolloutBatch:
+        """One forward batch: prompt row i is request i, samples in request order, `images` filled.
+
+        Raises NonFiniteError naming sample and step where the model gives NaN or inf.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class NonFiniteError(RuntimeError):
+    """The model produced NaN or inf. Nothing was trained on it and no checkpoint was touched."""

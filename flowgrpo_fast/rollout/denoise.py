@@ -1,0 +1,110 @@
+"""The denoising loop: one plain function for every rollout. It takes the transformer as a callable and knows no model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from flowgrpo_fast.ops import STREAM_SDE, NoiseKey, sde_step
+from flowgrpo_fast.rollout.base import NonFiniteError
+from flowgrpo_fast.schedule import sde_coefficients
+
+# velocity(x [N, ...], sigma fp32 [N], rows) -> v [N, ...]; `rows` are the batch rows that x holds.
+Velocity = Callable[[Tensor, Tensor, list[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The trained window and the end: latents [B, W+1, ...] fp32, log_probs [B, W] fp32, final [B, ...] fp32."""
+
+    latents: Tensor
+    log_probs: Tensor
+    final: Tensor
+
+
+@torch.no_grad()
+def denoise(
+    velocity: Velocity,
+    x: Tensor,
+    sigmas: Tensor,
+    *,
+    start: Tensor,
+    stop: Tensor,
+    window_start: Tensor,
+    window_size: int,
+    rule: str,
+    noise_level: float,
+    seed: int,
+    sample_id: Tensor,
+) -> Trajectory:
+    """Takes each sample from step start[b] to step stop[b]: SDE inside its window, ODE outside.
+
+    Every sample keeps its own step, so one forward carries samples at different timesteps and the trained steps run in
+    the full batch: the trainer can replay them in the same shape, row by row. Samples that are done leave the batch.
+
+    Args:
+        x: [B, ...] fp32, the state before step `start`.
+        sigmas: fp32 [T+1] on x's device.
+        start, stop, window_start, sample_id: int64 [B] on the CPU; the loop's control never waits for the device.
+        window_size: W; 0 keeps only the final state (slot 0 of `latents` then holds it).
+    Raises:
+        NonFiniteError: naming the first step and sample whose velocity is not finite.
+    """
+    B, device = x.shape[0], x.device
+    latents = torch.empty(B, window_size + 1, *x.shape[1:], device=device, dtype=torch.float32)
+    log_probs = torch.empty(B, window_size, device=device, dtype=torch.float32)
+    sigmas_host = sigmas.cpu()
+    step = start.clone()
+    finite: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, their steps, flags on the device
+    x = x.clone()
+    while True:
+        rows = (step < stop).nonzero()[:, 0]
+        if not len(rows):
+            break
+        full = len(rows) == B
+        at, slot = step[rows], step[rows] - window_start[rows]
+        trained = (slot >= 0) & (slot < window_size)
+        rows_device = rows.to(device)
+        here = x if full else x[rows_device]
+        # fp64, as the trainer's Python float: an fp32 0.9 would shift the coefficients by an ulp, and with them the ratio.
+        level = trained.double() * noise_level
+        coef = sde_coefficients(sigmas_host, at, rule=cast(Literal["sde"], rule), noise_level=level).to(device)
+        v = velocity(here, sigmas_host[at].to(device), rows.numpy().tolist())
+        finite.append((rows, at, v.isfinite().flatten(1).all(1)))
+        if trained.any():
+            following, log_prob = sde_step(
+                here, v, coef, key=NoiseKey(seed, at.to(device), sample_id[rows].to(device), STREAM_SDE)
+            )
+            w, slots = rows[trained].to(device), slot[trained].to(device)
+            latents[w, slots] = here[trained.to(device)]
+            latents[w, slots + 1] = following[trained.to(device)]
+            log_probs[w, slots] = log_prob[trained.to(device)]
+        else:
+            following, _ = sde_step(here, v, coef, noise=torch.zeros((), device=device).expand_as(here))
+        if full:
+            x = following
+        else:
+            x[rows_device] = following
+        step[rows] += 1
+    _require_finite(finite, sample_id)
+    if window_size == 0:
+        latents[:, 0] = x
+    return Trajectory(latents, log_probs, x)
+
+
+def _require_finite(finite: list[tuple[Tensor, Tensor, Tensor]], sample_id: Tensor) -> None:
+    """One device wait for the whole loop."""
+    if not finite or bool(torch.cat([flags for _, _, flags in finite]).all()):
+        return
+    for rows, at, flags in finite:
+        bad = (~flags.cpu()).nonzero()[:, 0]
+        if len(bad):
+            row = int(bad[0])
+            raise NonFiniteError(
+                f"the model's velocity is not finite at denoising step {int(at[row])}, sample {int(sample_id[rows[row]])}"
+                f" ({len(bad)} of {len(rows)} samples in that forward); a lower learning rate or bfloat16 instead of float16 are the usual cures"
+            )

@@ -1,0 +1,126 @@
+"""Rollout in the trainer's own process, with the trainer's own weights: one GPU, a CPU, tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.config import SigmasConfig
+from flowgrpo_fast.models.base import ModelAdapter, PromptEmbeds, PromptTokens
+from flowgrpo_fast.ops import STREAM_INITIAL, NoiseKey, philox_normal
+from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
+from flowgrpo_fast.rollout.denoise import denoise
+from flowgrpo_fast.schedule import window_step_index
+
+DECODE_BATCH = 32
+
+
+class InProcessRollout:
+    """`transformer` must be whole while `generate` runs: under ZeRO-3 the engine gathers it once for the phase."""
+
+    def __init__(
+        self, adapter: ModelAdapter, transformer: nn.Module, sigmas: SigmasConfig, device: torch.device
+    ) -> None:
+        self.adapter, self.transformer, self.sigmas, self.device = adapter, transformer, sigmas, device
+        self._negative: tuple[PromptTokens, PromptEmbeds] | None = None
+
+    @torch.no_grad()
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int
+    ) -> RolloutBatch:
+        adapter, height, width = self.adapter, sampling.height, sampling.width
+        sigmas = adapter.sigmas(sampling.num_steps, height, width, self.sigmas)
+        T, W = sampling.num_steps, sampling.window_size
+        sample_id = torch.cat([r.sample_id for r in requests])
+        sizes = torch.tensor([len(r.sample_id) for r in requests])
+        prompt_index = torch.arange(len(requests)).repeat_interleave(sizes)
+        group_id = torch.tensor([r.group_id for r in requests])[prompt_index]
+        window_start = torch.cat([r.window_start for r in requests]) if W else torch.full_like(sample_id, T)
+
+        positive = adapter.encode(stack_tokens([r.tokens for r in requests]))
+        negative = self._encode_negative(requests) if sampling.guidance_scale > 1 else None
+
+        def velocity_of(prompt_of: list[int]):  # noqa: ANN202
+            def velocity(x: Tensor, sigma: Tensor, rows: list[int]) -> Tensor:
+                text = positive.rows([prompt_of[row] for row in rows])
+                other = None if negative is None else negative.repeated(len(rows))
+                return adapter.velocity(self.transformer, x, sigma, text, other, sampling.guidance_scale, height, width)
+
+            return velocity
+
+        solver = dict(rule=sampling.rule, noise_level=sampling.noise_level, seed=sampling.seed)
+        shape = adapter.latent_shape(height, width)
+        if sampling.initial_noise == "group":
+            # Same prompt, same noise, no SDE noise before the window: the steps before the group's first window are one trajectory.
+            ids = torch.tensor([r.group_id for r in requests])
+            first = (
+                torch.stack([r.window_start.min() for r in requests])
+                if W
+                else torch.zeros(len(requests), dtype=torch.int64)
+            )
+            x = self._initial_noise(sampling.seed, ids, shape)
+            prefix = denoise(
+                velocity_of(list(range(len(requests)))), x, sigmas.to(self.device), start=torch.zeros_like(first), stop=first,
+                window_start=first, window_size=0, sample_id=ids, **solver,
+            )  # fmt: skip
+            x, start = prefix.final[prompt_index.to(self.device)], first[prompt_index]
+        else:
+            x, start = self._initial_noise(sampling.seed, sample_id, shape), torch.zeros_like(sample_id)
+        trajectory = denoise(
+            velocity_of([int(i) for i in prompt_index]), x, sigmas.to(self.device), start=start, stop=torch.full_like(start, T),
+            window_start=window_start, window_size=W, sample_id=sample_id, **solver,
+        )  # fmt: skip
+        images = torch.cat([adapter.decode(chunk, height, width) for chunk in trajectory.final.split(DECODE_BATCH)])
+        batch = RolloutBatch(
+            latents=trajectory.latents,
+            log_probs=trajectory.log_probs,
+            step_index=window_step_index(window_start, W),
+            sigmas=sigmas,
+            prompt_index=prompt_index,
+            group_id=group_id,
+            sample_id=sample_id,
+            seed=torch.full_like(sample_id, sampling.seed),
+            prompt_embeds=positive.embeds.contiguous(),
+            prompt_embeds_mask=positive.mask(),
+            policy_version=policy_version,
+            height=height,
+            width=width,
+            pooled_prompt_embeds=positive.pooled,
+            negative_prompt_embeds=None if negative is None else negative.embeds.contiguous(),
+            negative_prompt_embeds_mask=None if negative is None else negative.mask(),
+            negative_pooled_prompt_embeds=None if negative is None else negative.pooled,
+            images=images,
+        )
+        return batch.to(self.device).validate()
+
+    def close(self) -> None:
+        """Nothing to release: the weights are the trainer's."""
+
+    def _initial_noise(self, seed: int, ids: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return philox_normal(NoiseKey(seed, 0, ids.to(self.device), STREAM_INITIAL), shape)
+
+    def _encode_negative(self, requests: Sequence[RolloutRequest]) -> PromptEmbeds:
+        """The negative prompt of the whole batch, encoded once per run where it stays the same."""
+        tokens = requests[0].negative_tokens
+        if tokens is None or any(
+            r.negative_tokens is None or not torch.equal(r.negative_tokens.input_ids, tokens.input_ids)
+            for r in requests
+        ):
+            raise ValueError("guidance_scale > 1 needs one negative prompt for all requests of a batch")
+        if self._negative is None or not torch.equal(self._negative[0].input_ids, tokens.input_ids):
+            self._negative = (tokens, self.adapter.encode(tokens))
+        return self._negative[1]
+
+
+def stack_tokens(parts: Sequence[PromptTokens]) -> PromptTokens:
+    """Single rows -> one right-padded batch."""
+    length = max(p.input_ids.shape[1] for p in parts)
+    ids = torch.zeros(len(parts), length, dtype=torch.int64)
+    mask = torch.zeros(len(parts), length, dtype=torch.bool)
+    for i, part in enumerate(parts):
+        n = part.input_ids.shape[1]
+        ids[i, :n], mask[i, :n] = part.input_ids[0], part.mask[0]
+    return PromptTokens(ids, mask)

@@ -1,0 +1,74 @@
+"""A tiny random Qwen-Image pipeline on disk and configs over it, shared by tests."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_fast.config import Config, load_config
+from flowgrpo_fast.data.prompts import PromptRecord
+from flowgrpo_fast.models.qwen_image import QwenImageAdapter
+from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
+from flowgrpo_fast.rollout.in_process import InProcessRollout
+
+TINY_YAML = Path(__file__).parent / "tiny.yaml"
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def tiny_pipeline() -> Path:
+    """The folder of the pipeline, built once per test process."""
+    from flowgrpo_fast.models.glyphs import build_pipeline
+
+    folder = Path(tempfile.mkdtemp(prefix="flowgrpo_fast_tiny_"))
+    build_pipeline("tiny").save_pretrained(folder)
+    return folder
+
+
+def tiny_config(run_dir: Path, *overrides: str) -> Config:
+    return load_config(TINY_YAML, [f"model.path={tiny_pipeline()}", f"run_dir={run_dir}", *overrides])
+
+
+@functools.cache
+def tiny_adapter(dtype: torch.dtype = torch.float32) -> QwenImageAdapter:
+    return QwenImageAdapter(tiny_pipeline(), CPU, dtype)
+
+
+def tiny_rollout(dtype: torch.dtype = torch.float32) -> InProcessRollout:
+    from flowgrpo_fast.config import SigmasConfig
+
+    adapter = tiny_adapter(dtype)
+    return InProcessRollout(adapter, adapter.load_transformer().eval(), SigmasConfig(), CPU)
+
+
+def sampling(**changes: Any) -> SamplingParams:
+    values: dict[str, Any] = dict(
+        height=64, width=64, num_steps=5, guidance_scale=1.0, rule="sde", noise_level=0.7, window_size=2, initial_noise="sample", seed=3
+    )  # fmt: skip
+    return SamplingParams(**(values | changes))
+
+
+def request(prompt: str, group: int, starts: list[int], negative: str | None = None) -> RolloutRequest:
+    G = len(starts)
+    adapter = tiny_adapter()
+    return RolloutRequest(
+        group_id=group,
+        tokens=adapter.tokenize([prompt], 64),
+        negative_tokens=None if negative is None else adapter.tokenize([negative], 64),
+        sample_id=group * G + torch.arange(G),
+        window_start=torch.tensor(starts),
+    )
+
+
+def brightness(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+    """A reward that needs no model and differs from sample to sample."""
+    return images.float().mean((1, 2, 3)) / 255 + images.float().std((1, 2, 3)) / 255
+
+
+def record(prompt: str, index: int = 0) -> PromptRecord:
+    return PromptRecord(index, prompt, None, {})
