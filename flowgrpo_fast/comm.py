@@ -1,0 +1,53 @@
+"""The few collectives that the trainer needs. Every rank calls each of them, in the same order."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather_rows(local: Tensor) -> Tensor:
+    """[N, ...] of each rank -> [world * N, ...] in rank order. N must be the same on all ranks."""
+    if world_size() == 1:
+        return local
+    # gloo has no bool
+    sent = local.contiguous().to(torch.uint8) if local.dtype == torch.bool else local.contiguous()
+    parts = [torch.empty_like(sent) for _ in range(world_size())]
+    dist.all_gather(parts, sent)
+    return torch.cat(parts).to(local.dtype)
+
+
+def gather_objects(local: T) -> list[T]:
+    """A small Python object of each rank, in rank order."""
+    if world_size() == 1:
+        return [local]
+    gathered: list[T] = [local] * world_size()
+    dist.all_gather_object(gathered, local)
+    return gathered
+
+
+def all_ok(ok: bool, device: torch.device) -> bool:
+    """True where every rank is well: all ranks take the same branch."""
+    if world_size() == 1:
+        return ok
+    flag = torch.tensor([1 if ok else 0], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()

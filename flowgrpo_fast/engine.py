@@ -1,0 +1,212 @@
+"""The DeepSpeed engine: LoRA or full fine-tuning under ZeRO 0-3, whole weights for a rollout phase, reference policy, checkpoints.
+
+The only file that touches DeepSpeed. Gradient accumulation is unmanaged: `backward` accumulates, `step` is the boundary,
+so nothing depends on DeepSpeed's own micro-step counter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from torch import Tensor, nn
+
+from flowgrpo_fast.config import BatchPlan, Config, OptimizerConfig
+from flowgrpo_fast.models.base import ModelAdapter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LORA = "policy"
+
+
+def deepspeed_config(config: Config, plan: BatchPlan) -> dict[str, Any]:
+    """The dict handed to DeepSpeed, derived from ours: nothing is set twice."""
+    o = config.optimizer
+    # fp32 adapters over a half-precision base need the section off: `bf16.enabled` would cast the adapters too.
+    half_master = config.model.train == "full" and config.model.dtype == "bfloat16"
+    return {
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": o.max_grad_norm,
+        "steps_per_print": 2**31,
+        "zero_optimization": {
+            "stage": config.engine.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "stage3_param_persistence_threshold": 10_000,
+        },
+        "bf16": {"enabled": half_master},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {
+            "type": "AdamW",
+            # torch's Adam: no compiler needed on the user's machine.
+            "params": {
+                "lr": o.learning_rate,
+                "betas": o.betas,
+                "eps": o.eps,
+                "weight_decay": o.weight_decay,
+                "torch_adam": True,
+            },
+        },
+    }
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """Rate of update `update` (from 0): linear warm-up, then constant, linear to 0 or cosine to 0. A function of the step alone, so resume needs no state."""
+    if update < config.warmup_updates:
+        return config.learning_rate * (update + 1) / config.warmup_updates
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = (update - config.warmup_updates) / max(1, total_updates - config.warmup_updates)
+    falling = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * max(0.0, falling)
+
+
+def add_lora(transformer: nn.Module, config: Config, adapter: ModelAdapter) -> None:
+    """PEFT LoRA in fp32 over the frozen base. Raises ValueError where the target modules match nothing."""
+    lora = config.model.lora
+    targets = lora.target_modules or adapter.lora_target_modules
+    with torch.random.fork_rng():
+        # Every rank draws the same initial adapter.
+        torch.manual_seed(config.seed)
+        transformer.requires_grad_(False)
+        try:
+            transformer.add_adapter(  # type: ignore[operator]
+                PeftLoraConfig(
+                    r=lora.rank,
+                    lora_alpha=lora.alpha,
+                    target_modules=targets,
+                    init_lora_weights="gaussian" if lora.init == "gaussian" else True,
+                ),
+                adapter_name=LORA,
+            )
+        except ValueError as error:
+            names = sorted(
+                {name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
+            )
+            raise ValueError(
+                f"model.lora.target_modules = {targets!r}: {error}; linear layers here end in {', '.join(names)}"
+            ) from error
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+class Engine:
+    """Owns the transformer. `module` is the bare network, `self(...)` runs it through DeepSpeed's hooks."""
+
+    def __init__(self, config: Config, plan: BatchPlan, adapter: ModelAdapter, total_updates: int) -> None:
+        self.config, self.total_updates, self.updates = config, total_updates, 0
+        transformer = adapter.load_transformer()
+        self.reference: nn.Module | None = None
+        if config.model.train == "lora":
+            add_lora(transformer, config, adapter)
+        else:
+            transformer.requires_grad_(True)
+            if config.algorithm.kl_coef > 0:
+                self.reference = self._frozen_copy(adapter, plan)
+        if config.engine.gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+        # No dropout: the replay must be the network that sampled.
+        transformer.eval()
+        trainable = [p for p in transformer.parameters() if p.requires_grad]
+        self.trainable_parameters = sum(p.numel() for p in trainable)
+        self.engine, *_ = deepspeed.initialize(
+            model=transformer, model_parameters=trainable, config=deepspeed_config(config, plan)
+        )
+        self.module: nn.Module = self.engine.module
+        self.module.eval()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> tuple[float, float]:
+        """One optimizer update from what was accumulated. Returns (gradient norm before clipping, learning rate)."""
+        rate = learning_rate(self.config.optimizer, self.updates, self.total_updates)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.step()
+        self.updates += 1
+        norm = self.engine.get_global_grad_norm()
+        return float(norm) if norm is not None else math.nan, rate
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[nn.Module]:
+        """The complete network for a phase of forwards without gradient, gathered once.
+
+        DeepSpeed's hooks would repartition on the first forward, and ranks with unequal numbers of forwards would then
+        wait for each other for ever: they are off inside.
+        """
+        if self.config.engine.zero_stage < 3:
+            yield self.module
+            return
+        offload = self.engine.optimizer.parameter_offload
+        offload._remove_module_hooks()
+        offload.forward_hooks.clear()
+        offload.backward_hooks.clear()
+        try:
+            with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
+                yield self.module
+        finally:
+            offload.setup_zero_stage3_hooks()
+
+    @contextmanager
+    def reference_policy(self) -> Iterator[Any]:
+        """A callable with the weights before training: adapters off (LoRA) or the frozen copy (full)."""
+        if self.reference is not None:
+            yield self.reference
+            return
+        self.module.disable_adapters()  # type: ignore[operator]
+        try:
+            yield self.engine
+        finally:
+            self.module.enable_adapters()  # type: ignore[operator]
+
+    def save(self, folder: Path) -> None:
+        """Every rank calls this. Trained parameters and optimizer state; the frozen base is not copied."""
+        self.engine.save_checkpoint(
+            str(folder), tag="state", client_state={"updates": self.updates}, exclude_frozen_parameters=True
+        )
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote. Raises FileNotFoundError where there is nothing."""
+        path, client_state = self.engine.load_checkpoint(str(folder), tag="state", load_module_strict=False)
+        if path is None:
+            raise FileNotFoundError(f"no DeepSpeed state in {folder}")
+        self.updates = client_state["updates"]
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """Trained parameters by name, whole, on the CPU. A collective: every rank calls it."""
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        stage3 = self.config.engine.zero_stage == 3
+        with deepspeed.zero.GatheredParameters([p for _, p in named]) if stage3 else nullcontext():
+            return {name: p.detach().cpu().clone() for name, p in named}
+
+    def _frozen_copy(self, adapter: ModelAdapter, plan: BatchPlan) -> Any:
+        reference = adapter.load_transformer().requires_grad_(False).eval()
+        if self.config.engine.zero_stage < 3:
+            return reference
+        settings = deepspeed_config(self.config, plan)
+        del settings["optimizer"]
+        engine, *_ = deepspeed.initialize(model=reference, config=settings)
+        engine.module.eval()
+        return engine
+
+
+def local_device() -> torch.device:
+    """This rank's device: cuda:LOCAL_RANK, or the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

@@ -1,0 +1,378 @@
+"""The loop: rollout -> reward -> advantage -> update -> validate, save, log. Read `Trainer.run` first, then `_step`."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowgrpo_fast import comm
+from flowgrpo_fast.algorithms import build_algorithm
+from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.checkpoint import TrainerState, check_resumable, find_checkpoint, save_checkpoint
+from flowgrpo_fast.config import BatchPlan, Config, ConfigError, batch_plan
+from flowgrpo_fast.data.prompts import PromptRecord, load_prompts
+from flowgrpo_fast.data.sampler import GroupSampler, rank_slice
+from flowgrpo_fast.engine import DTYPES, Engine
+from flowgrpo_fast.metrics import MetricsWriter, PhaseTimer, Progress
+from flowgrpo_fast.models import build_adapter, resolve_model_path
+from flowgrpo_fast.models.base import ModelAdapter
+from flowgrpo_fast.replay import Replay
+from flowgrpo_fast.report import image_grid, write_report
+from flowgrpo_fast.rewards import RewardManager, RewardResult, RewardSpec, check_failures, combine_components
+from flowgrpo_fast.rollout.agent_loop import GroupTask, RolloutResult, agent_loop_class, make_tasks, run_agent_loops
+from flowgrpo_fast.rollout.base import SamplingParams
+from flowgrpo_fast.rollout.in_process import InProcessRollout
+from flowgrpo_fast.schedule import WindowConfig, draw_window_starts, window_size
+
+PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "rapidocr", "flowgrpo_fast")
+
+
+def window_config(config: Config) -> WindowConfig:
+    w = config.rollout.window
+    window_range = None if w.range is None else (w.range[0], w.range[1])
+    return WindowConfig(w.size, window_range, w.scope, w.strategy, shift_every=w.shift_every, shift_by=w.shift_by)
+
+
+def sampling_params(config: Config, window: int) -> SamplingParams:
+    """How training samples are drawn."""
+    r = config.rollout
+    return SamplingParams(
+        r.height, r.width, r.num_steps, r.guidance_scale, r.rule, r.noise_level, window, r.initial_noise, config.seed
+    )
+
+
+def validation_params(config: Config) -> SamplingParams:
+    """How validation samples are drawn: the ODE, fixed seed, one sample a prompt."""
+    r, v = config.rollout, config.validation
+    steps = v.num_steps or r.num_steps
+    scale = v.guidance_scale or r.guidance_scale
+    return SamplingParams(r.height, r.width, steps, scale, r.rule, r.noise_level, 0, "sample", v.seed)
+
+
+def require_negative_prompts(config: Config, records: list[PromptRecord], guidance_scale: float, what: str) -> None:
+    if guidance_scale > 1 and config.data.negative_prompt is None:
+        missing = next((r for r in records if r.negative_prompt is None), None)
+        if missing is not None:
+            raise ConfigError(
+                f"{what} = {guidance_scale} needs a negative prompt, and prompt {missing.index} ({missing.prompt[:60]!r}) has none:"
+                ' set data.negative_prompt (" " is usual for Qwen-Image), or guidance_scale: 1.0'
+            )
+
+
+class Inputs:
+    """Everything that can be checked before a model is loaded. Raises ConfigError or PromptFileError."""
+
+    def __init__(self, config: Config, world_size: int) -> None:
+        resolve_model_path(config.model.path)
+        self.agent_loop = agent_loop_class(config.rollout.agent_loop)
+        self.algorithm = build_algorithm(config.algorithm)
+        self.train_records = load_prompts(config.data.train, "train")
+        self.validation_records: list[PromptRecord] = []
+        if config.data.validation is not None:
+            self.validation_records = load_prompts(config.data.validation, "validation")[
+                : config.validation.num_prompts
+            ]
+        require_negative_prompts(config, self.train_records, config.rollout.guidance_scale, "rollout.guidance_scale")
+        scale = config.validation.guidance_scale or config.rollout.guidance_scale
+        require_negative_prompts(config, self.validation_records, scale, "validation guidance_scale")
+        try:
+            self.rewards = RewardManager(
+                [RewardSpec(r.name, r.kwargs, r.weight, r.label) for r in config.rewards],
+                max_retries=config.rewarding.max_retries,
+                workers=config.rewarding.workers,
+            )
+        except ValueError as error:
+            raise ConfigError(f"rewards: {error}") from error
+        self.world_size = world_size
+
+    def plan(self, config: Config, adapter: ModelAdapter) -> tuple[BatchPlan, Tensor]:
+        """Batch arithmetic and the rollout's sigmas. Raises ConfigError, for a window outside the schedule too."""
+        r = config.rollout
+        try:
+            sigmas = adapter.sigmas(r.num_steps, r.height, r.width, r.sigmas)
+            window = window_size(window_config(config), sigmas, r.rule, r.noise_level)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return batch_plan(config, self.world_size, window, self.agent_loop.turns), sigmas
+
+
+class Trainer:
+    """Builds everything, then `run()`. All ranks construct and run it alike; rank 0 writes."""
+
+    def __init__(self, config: Config, inputs: Inputs, device: torch.device) -> None:
+        began = time.perf_counter()
+        self.config, self.inputs, self.device = config, inputs, device
+        self.is_main = comm.rank() == 0
+        self.run_dir = Path(config.run_dir).expanduser()
+        # Before any weight is loaded: a run that cannot be resumed stops here.
+        self.checkpoint = find_checkpoint(config.trainer.resume, self.run_dir)
+        resumed = check_resumable(self.checkpoint, config, inputs.world_size) if self.checkpoint else None
+        self.state = resumed or TrainerState(0, 0, inputs.world_size, {})
+
+        self.adapter = build_adapter(config.model.family, config.model.path, device, DTYPES[config.model.dtype])
+        self.plan, self.sigmas = inputs.plan(config, self.adapter)
+        self.engine = Engine(config, self.plan, self.adapter, config.trainer.total_steps * self.plan.updates)
+        if self.checkpoint is not None:
+            self.engine.load(self.checkpoint)
+        self.rollout = InProcessRollout(self.adapter, self.engine.module, config.rollout.sigmas, device)
+        self.sampler = GroupSampler(
+            len(inputs.train_records), config.algorithm.groups_per_step, config.seed, config.data.shuffle
+        )
+        self.timer = PhaseTimer()
+        self.writer: MetricsWriter | None = None
+        if self.is_main:
+            self.writer = MetricsWriter(
+                self.run_dir,
+                tensorboard=config.logging.tensorboard,
+                wandb_project=config.logging.wandb_project,
+                config=config.model_dump(),
+                resume_step=self.state.step if resumed else None,
+            )
+            (self.run_dir / "config.yaml").write_text(config.to_yaml())
+        self.setup_seconds = time.perf_counter() - began
+
+    def run(self) -> dict[str, float]:
+        """Trains to trainer.total_steps. Returns the last validation's metrics; summary.json and report.html are written by rank 0."""
+        t, began = self.config.trainer, time.perf_counter()
+        before = self.state.validation_before or self._validate(self.state.step, "before")
+        self.state = self._advanced(self.state.step, before)
+        first_ratio: float | None = None
+        after = before
+        with Progress(t.total_steps, enabled=self.is_main) as progress:
+            for step in range(self.state.step, t.total_steps):
+                metrics = self._step(step)
+                if first_ratio is None:
+                    first_ratio = metrics["policy/first_ratio_max_deviation"]
+                    progress.message(
+                        f"first update: max |ratio - 1| = {first_ratio!r};"
+                        f" rollout/trainer |log ratio| mean {metrics['rollout/log_ratio_mean']:.3g}, max {metrics['rollout/log_ratio_max']:.3g}"
+                    )
+                done, last = step + 1, step + 1 == t.total_steps
+                self.state = self._advanced(done, before)
+                if last or (t.validate_every and done % t.validate_every == 0):
+                    after = self._validate(done, "after" if last else f"step_{done:06d}")
+                    metrics |= {f"validation/{name}": value for name, value in after.items()}
+                if last or (t.save_every and done % t.save_every == 0):
+                    with self.timer("save"):
+                        save_checkpoint(
+                            self.engine, self.run_dir, self.config, self.state, t.keep_checkpoints, self.device
+                        )
+                metrics |= self.timer.pop()
+                progress.update(done, metrics)
+                if self.writer is not None:
+                    self.writer.log(done, metrics)
+        self._export()
+        self._summarise(before, after, first_ratio, time.perf_counter() - began)
+        self.inputs.rewards.close()
+        return after
+
+    def _step(self, step: int) -> dict[str, float]:
+        """One rollout and its updates. Metrics are over all ranks."""
+        began = time.perf_counter()
+        algorithm = self.config.algorithm
+        result = self._rollout(
+            self._tasks(step), sampling_params(self.config, self.plan.window), self.config.rollout.groups_per_batch
+        )
+        self.timer.add("rollout", result.generation_seconds)
+        # Rewards overlap with generation; this is what was left to wait for after the last image.
+        self.timer.add("reward", result.reward_wait_seconds)
+        with self.timer("advantage"):
+            rewards, advantages, valid, metrics = self._advantages(result)
+        self._save_samples(step + 1, result, rewards)
+        with self.timer("update"):
+            batch = result.batch.without_media()
+            replay = Replay(self.config, self.plan, self.adapter, self.engine, self.inputs.algorithm, batch)
+            updates = [replay.update(u, advantages, valid) for u in range(self.plan.updates)]
+        names = {"grad_norm": "optimizer/grad_norm", "lr": "optimizer/lr", "skipped": "optimizer/skipped"}
+        for name in updates[-1]:
+            moved = name.startswith("rollout_")
+            target = names.get(name) or ("rollout/" + name.removeprefix("rollout_") if moved else f"policy/{name}")
+            # What the rollout and the trainer disagree on is measured where both have the same weights: in the first update.
+            metrics[target] = updates[0 if moved else -1].get(name, 0.0)
+        seconds = time.perf_counter() - began
+        metrics |= {
+            "policy/first_ratio_max_deviation": updates[0].get("ratio_max_deviation", 0.0),
+            "policy/version": float(self.state.policy_version),
+            "rollout/log_ratio_mean": metrics.get("rollout/log_ratio_mean", 0.0),
+            "rollout/log_ratio_max": metrics.get("rollout/log_ratio_max", 0.0),
+            "timing/step_s": seconds,
+            "throughput/images_per_s": algorithm.groups_per_step
+            * algorithm.group_size
+            * self.inputs.agent_loop.turns
+            / seconds,
+        }
+        return metrics
+
+    def _tasks(self, step: int) -> list[GroupTask]:
+        """This rank's groups of a step, with ids and windows that depend on the step alone, not on the number of ranks."""
+        config, turns = self.config, self.inputs.agent_loop.turns
+        K, G = config.algorithm.groups_per_step, config.algorithm.group_size
+        records = [
+            self.inputs.train_records[i] for i in rank_slice(self.sampler.indices(step), comm.rank(), comm.world_size())
+        ]
+        first = step * K + comm.rank() * len(records)
+        tasks = make_tasks(records, first, G, turns)
+        sample_id = torch.cat([t.sample_id.flatten() for t in tasks])
+        group_id = torch.cat([t.group_id.repeat_interleave(G) for t in tasks])
+        r = config.rollout
+        start = draw_window_starts(
+            window_config(config),
+            self.sigmas,
+            r.rule,
+            r.noise_level,
+            seed=config.seed,
+            iteration=step,
+            sample_id=sample_id,
+            group_id=group_id,
+        )
+        return make_tasks(records, first, G, turns, start)
+
+    def _rollout(self, tasks: list[GroupTask], sampling: SamplingParams, groups_per_batch: int) -> RolloutResult:
+        with self.engine.whole_weights():
+            return run_agent_loops(
+                self.inputs.agent_loop,
+                tasks,
+                adapter=self.adapter,
+                rollout=self.rollout,
+                rewards=self.inputs.rewards,
+                sampling=sampling,
+                policy_version=self.state.policy_version,
+                groups_per_batch=groups_per_batch,
+                max_sequence_length=self.config.rollout.max_sequence_length,
+                negative_prompt=self.config.data.negative_prompt,
+            )
+
+    def _advantages(self, result: RolloutResult) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+        """Gathers rewards of all ranks; advantages and valid flags of this rank's samples. Stops the run on too many failures."""
+        components, valid = comm.gather_rows(result.reward.components), comm.gather_rows(result.reward.valid)
+        errors = [error for rank_errors in comm.gather_objects(result.reward.errors[:5]) for error in rank_errors]
+        check_failures(valid, errors, self.config.rewarding.max_failure_share)
+        rewards = combine_components(components, self.inputs.rewards.weights, valid, self.config.rewarding.normalize)
+        group = comm.gather_rows(result.batch.group_id.cpu())
+        advantages = self.inputs.algorithm.advantages(rewards, group, valid)
+        mine = slice(comm.rank() * result.batch.size, (comm.rank() + 1) * result.batch.size)
+        metrics = reward_metrics(rewards, group, valid) | self._component_means(result.reward)
+        metrics["advantage/std"] = float(advantages[valid].std(correction=0)) if valid.any() else 0.0
+        return rewards[mine], advantages[mine].to(self.device), valid[mine].to(self.device), metrics
+
+    def _component_means(self, reward: RewardResult) -> dict[str, float]:
+        """Mean of each reward and of what it logs besides, over the valid samples of all ranks."""
+        columns = dict(zip(self.inputs.rewards.labels, reward.components.unbind(1), strict=True)) | reward.metrics
+        local = {name: (float(c.nansum()), int(c.isfinite().sum())) for name, c in columns.items()}
+        total: dict[str, tuple[float, int]] = {}
+        for part in comm.gather_objects(local):
+            for name, (value, count) in part.items():
+                so_far = total.get(name, (0.0, 0))
+                total[name] = (so_far[0] + value, so_far[1] + count)
+        return {f"reward/{name}": value / count for name, (value, count) in total.items() if count}
+
+    def _validate(self, step: int, name: str) -> dict[str, float]:
+        """Held-out prompts, ODE, fixed seeds: {"reward": mean, "ocr/exact_match": mean, ...}; a grid in samples/<name>.png."""
+        records = self.inputs.validation_records
+        if not records:
+            return {}
+        with self.timer("validation"):
+            n, world = len(records), comm.world_size()
+            lo, hi = comm.rank() * n // world, (comm.rank() + 1) * n // world
+            part = RewardResult.empty(len(self.inputs.rewards.labels))
+            if hi > lo:
+                tasks = make_tasks(records[lo:hi], lo, 1, self.inputs.agent_loop.turns)
+                result = self._rollout(tasks, validation_params(self.config), self.config.validation.batch_size)
+                part = result.reward
+                if self.is_main:
+                    self._write_grid(step, name, result, [f"{m:.2f}" for m in self._weighted(part)])
+            else:
+                with self.engine.whole_weights():
+                    pass
+        rewards = [value for values in comm.gather_objects(self._weighted(part)) for value in values]
+        means = self._component_means(part)
+        errors = [error for rank_errors in comm.gather_objects(part.errors[:5]) for error in rank_errors]
+        valid = torch.tensor(rewards).isfinite()
+        check_failures(valid, errors, self.config.rewarding.max_failure_share)
+        mean = float(torch.tensor(rewards).nanmean())
+        return {"reward": mean} | {name.removeprefix("reward/"): value for name, value in means.items()}
+
+    def _weighted(self, reward: RewardResult) -> list[float]:
+        """Weighted sum without normalisation: comparable over time."""
+        combined = combine_components(reward.components, self.inputs.rewards.weights, reward.valid)
+        return [float(value) for value in combined]
+
+    def _advanced(self, step: int, before: dict[str, float]) -> TrainerState:
+        return TrainerState(step, step * self.plan.updates, self.inputs.world_size, before)
+
+    def _save_samples(self, step: int, result: RolloutResult, rewards: Tensor) -> None:
+        every = self.config.logging.samples_every
+        if self.is_main and every and step % every == 0:
+            self._write_grid(step, f"step_{step:06d}", result, [f"{r:.2f}" for r in rewards])
+
+    def _write_grid(self, step: int, name: str, result: RolloutResult, scores: list[str]) -> None:
+        shown = min(self.config.validation.grid_images, result.batch.size)
+        captions = [f"{prompt}  {score}" for prompt, score in zip(result.prompts, scores, strict=True)]
+        grid = image_grid(result.media[:shown].cpu(), captions[:shown])
+        folder = self.run_dir / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        grid.save(folder / f"{name}.png")
+        if self.writer is not None:
+            self.writer.log_images(step, f"samples/{name}", grid)
+
+    def _export(self) -> None:
+        """run_dir/trained.safetensors: the trained parameters (all of them, or the LoRA adapter), by module name."""
+        trained = self.engine.trained_state()
+        if self.is_main:
+            save_file(trained, self.run_dir / "trained.safetensors")
+
+    def _summarise(
+        self, before: dict[str, float], after: dict[str, float], first_ratio: float | None, seconds: float
+    ) -> None:
+        if self.writer is None:
+            return
+        self.writer.close()
+        summary: dict[str, object] = {
+            "recipe": self.run_dir.name,
+            "steps": self.config.trainer.total_steps,
+            "seed": self.config.seed,
+            "world_size": self.inputs.world_size,
+            "trainable_parameters": self.engine.trainable_parameters,
+            "first_update_ratio_max_deviation": first_ratio,
+            "timing/setup_s": self.setup_seconds,
+            "timing/train_s": seconds,
+            "timing/total_s": self.setup_seconds + seconds,
+            "versions": {"python": platform.python_version(), "device": str(self.device)} | _versions(),
+        }
+        summary |= {f"validation/before/{name}": value for name, value in before.items()}
+        summary |= {f"validation/after/{name}": value for name, value in after.items()}
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_report(self.run_dir)
+
+
+def reward_metrics(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
+    """Mean, std, share of invalid samples, and share of groups without any spread (they teach nothing)."""
+    kept = rewards[valid]
+    if not len(kept):
+        return {"reward/invalid_ratio": 1.0}
+    spread = [
+        float(rewards[(group == g) & valid].std(correction=0)) for g in group.unique() if ((group == g) & valid).any()
+    ]
+    return {
+        "reward/mean": float(kept.mean()),
+        "reward/std": float(kept.std(correction=0)),
+        "reward/zero_std_ratio": sum(s == 0 for s in spread) / len(spread),
+        "reward/invalid_ratio": float((~valid).float().mean()),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,175 @@
+"""Real launches: the `deepspeed` command with two CPU ranks, plain processes, kill -9. Slow, so few."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowgrpo_fast.checkpoint import checkpoints
+from flowgrpo_fast.metrics import read_metrics
+from tests.tiny import TINY_YAML, tiny_pipeline
+
+ROOT = Path(__file__).parent.parent
+TRAIN = ROOT / "flowgrpo_fast" / "train.py"
+LORA_BF16 = ["model.train=lora", "model.lora.rank=4", "model.dtype=bfloat16"]
+# A rank with one validation prompt and one with two: unequal numbers of forwards inside the gathered phase.
+COMMON = ["trainer.total_steps=5", "validation.batch_size=1"]
+
+
+def arguments(run_dir: Path, *overrides: str) -> list[str]:
+    return [str(TRAIN), "--config", str(TINY_YAML), f"model.path={tiny_pipeline()}", f"run_dir={run_dir}", *COMMON, *overrides]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")}
+    return clean | extra
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def start_ranks(world: int, run_dir: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+    """Ranks without the launcher, which costs 14 s. One thread each whatever their number, so that the bits can be compared."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments(run_dir, "engine.threads=1", *overrides)],
+            env=environment(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for r in range(world)
+    ]  # fmt: skip
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 300) -> tuple[list[int], str]:
+    outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+    return [p.returncode for p in processes], "\n".join(outputs)
+
+
+def run_ranks(world: int, run_dir: Path, *overrides: str) -> str:
+    codes, output = finish(start_ranks(world, run_dir, *overrides))
+    assert codes == [0] * world, output
+    return output
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    mine, theirs = load_file(a / "trained.safetensors"), load_file(b / "trained.safetensors")
+    assert mine.keys() == theirs.keys()
+    for name, t in mine.items():
+        assert torch.equal(t, theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("one")
+    run_ranks(1, run_dir)
+    return run_dir
+
+
+def test_deepspeed_launcher_with_two_ranks_equals_one_rank_bitwise(one_rank: Path, tmp_path: Path) -> None:
+    """ZeRO-3, full fine-tuning, fp32, live rollouts: the same weights to the last bit after 5 steps, and ratio 1 on both ranks."""
+    launcher = Path(sys.executable).parent / "deepspeed"
+    command = [str(launcher), "--num_accelerators", "2", "--master_port", free_port(), *arguments(tmp_path, "engine.threads=1")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "first update: max |ratio - 1| = 0.0;" in done.stdout
+    assert_same_weights(one_rank, tmp_path)
+    for a, b in zip(read_metrics(one_rank), read_metrics(tmp_path), strict=True):
+        assert b["policy/first_ratio_max_deviation"] == 0.0
+        assert b["reward/mean"] == pytest.approx(a["reward/mean"], abs=1e-6)
+        assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-6)
+        if "validation/reward" in a:
+            assert b["validation/reward"] == pytest.approx(a["validation/reward"], abs=1e-5)
+
+
+def test_lora_bf16_two_ranks_equal_one_bitwise(tmp_path: Path) -> None:
+    outputs = [run_ranks(world, tmp_path / str(world), *LORA_BF16) for world in (1, 2)]
+    assert all("first update: max |ratio - 1| = 0.0;" in output for output in outputs)
+    assert_same_weights(tmp_path / "1", tmp_path / "2")
+
+
+def test_an_error_on_both_ranks_ends_both(tmp_path: Path) -> None:
+    codes, output = finish(start_ranks(2, tmp_path, "rewards.0.name=tests.test_trainer:raising"))
+    assert codes == [1, 1], output
+    assert "the scorer is broken" in output
+
+
+def test_bad_config_exits_2_with_one_line(tmp_path: Path) -> None:
+    codes, output = finish(start_ranks(2, tmp_path, "algorithm.groups_per_step=5"))
+    assert codes == [2, 2], output
+    assert output.count("error: algorithm.groups_per_step 5 does not divide by 2 rank(s)") == 1
+    assert "Traceback" not in output
+
+
+def test_kill_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """kill -9 as soon as a checkpoint is being written; the run then resumes from the one before and finishes."""
+    (rank,) = start_ranks(1, tmp_path, "trainer.save_every=1", "trainer.keep_checkpoints=99")
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and rank.poll() is None:
+        if checkpoints(tmp_path) and list((tmp_path / "checkpoints").glob(".step-*.tmp")):
+            rank.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    rank.communicate(timeout=60)
+    assert rank.returncode == -signal.SIGKILL
+    saved = checkpoints(tmp_path)
+    assert saved, "no checkpoint had been finished"
+    assert saved[-1].name != "step-000005"
+    run_ranks(1, tmp_path, "trainer.save_every=1", "trainer.keep_checkpoints=99")
+    steps = [row["step"] for row in read_metrics(tmp_path)]
+    assert steps == [1, 2, 3, 4, 5]
+    assert checkpoints(tmp_path)[-1].name == "step-000005"
+
+
+def test_dry_run_prints_config_deepspeed_dict_and_arithmetic(tmp_path: Path) -> None:
+    command = [sys.executable, *arguments(tmp_path, "--dry-run")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for part in ("total_steps: 5", '"stage": 3', "1 rank(s) x 4 group(s): 16 samples per step", "= 2 forward(s) of 8 (the rollout's shape)"):
+        assert part in done.stdout
+    assert not any(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+def test_script_does_not_shadow_other_modules(tmp_path: Path) -> None:
+    """Run as a script, its folder must not stay first on sys.path: `import schedule` or `config` would find ours."""
+    for name in ("schedule", "config", "metrics"):
+        (tmp_path / f"{name}.py").write_text("theirs = True\n")
+    code = f"import runpy, sys; sys.argv = ['x', '--help']\ntry:\n    runpy.run_path({str(TRAIN)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+    code += "import schedule, config, metrics; assert schedule.theirs and config.theirs and metrics.theirs"
+    script = tmp_path / "probe.py"
+    script.write_text(f"import sys; sys.path[0] = {str(TRAIN.parent)!r}; sys.path.append({str(tmp_path)!r})\n{code}")
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ops_need_torch_alone(tmp_path: Path) -> None:
+    """In a process that can import torch and nothing else of the extras; and within 0.5 s of torch itself."""
+    blocked = ["deepspeed", "diffusers", "transformers", "peft", "vllm", "triton", "omegaconf", "pydantic", "einops", "PIL", "rich"]
+    code = f"""
+import sys, time
+for name in {blocked!r}: sys.modules[name] = None
+import torch
+began = time.perf_counter()
+import flowgrpo_fast.ops as ops
+took = time.perf_counter() - began
+from flowgrpo_fast.schedule import sde_coefficients, make_sigmas
+x = torch.randn(2, 3, 4)
+coef = sde_coefficients(make_sigmas(5), torch.tensor([0, 2]))
+prev, log_prob = ops.sde_step(x, x, coef, key=ops.NoiseKey(0, 0, torch.arange(2)))
+assert torch.equal(ops.sde_log_prob(x, x, prev, coef).log_prob, log_prob)
+assert took < 0.5, took
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,284 @@
+"""The trainer in this process, one rank, tiny model, real DeepSpeed: exactness, resume, faults."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flowgrpo_fast.checkpoint import CheckpointError, checkpoints, find_checkpoint
+from flowgrpo_fast.config import Config, ConfigError
+from flowgrpo_fast.metrics import read_metrics
+from flowgrpo_fast.rewards import RewardFailure
+from flowgrpo_fast.rollout.base import NonFiniteError
+from flowgrpo_fast.train import settle_environment
+from flowgrpo_fast.trainer import Inputs, Trainer
+from tests.tiny import CPU, brightness, tiny_config, tiny_pipeline
+
+LORA = ("model.train=lora", "model.lora.rank=4", "model.lora.alpha=8.0")
+# Wall-clock values are the only ones that may differ between two equal runs.
+CLOCK = ("time", "timing/", "throughput/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed() -> Iterator[None]:
+    import deepspeed
+
+    torch.use_deterministic_algorithms(False)
+    settle_environment(tiny_config(Path("unused")), None)
+    deepspeed.init_distributed(verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def train(config: Config) -> Trainer:
+    trainer = Trainer(config, Inputs(config, 1), CPU)
+    trainer.run()
+    return trainer
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_metrics(run_dir)]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("extra", [(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_first_update_has_ratio_one_to_the_last_bit(tmp_path: Path, dtype: str, extra: tuple[str, ...], window: int) -> None:
+    """Replayed in the rollout's shape, old log-probs from the rollout: the deviation is 0.0, not small."""
+    scope = "sample" if window == 2 else "group"
+    train(tiny_config(tmp_path, f"model.dtype={dtype}", f"rollout.window={{size: {window}, range: [0,3], scope: {scope}}}", "trainer.total_steps=2", *extra))
+    for row in read_metrics(tmp_path):
+        assert row["policy/first_ratio_max_deviation"] == 0.0
+        assert row["rollout/log_ratio_max"] == 0.0
+        assert row["optimizer/grad_norm"] > 0
+
+
+def test_guidance_replays_exactly_too(tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, "rollout.guidance_scale=3.0", "data.negative_prompt=' '", "trainer.total_steps=1"))
+    assert read_metrics(tmp_path)[0]["policy/first_ratio_max_deviation"] == 0.0
+
+
+def test_another_micro_batch_shape_changes_rounding_only(tmp_path: Path) -> None:
+    """Ratio 1 by construction, the measured difference reported; gradient and parameter norms to 1e-5."""
+    same, other = tmp_path / "same", tmp_path / "other"
+    train(tiny_config(same, "trainer.total_steps=1", "optimizer.max_grad_norm=1e9"))
+    train(tiny_config(other, "trainer.total_steps=1", "optimizer.max_grad_norm=1e9", "engine.micro_batch_size=2"))
+    a, b = read_metrics(same)[0], read_metrics(other)[0]
+    assert b["policy/first_ratio_max_deviation"] == 0.0
+    assert 0 < b["rollout/log_ratio_max"] < 1e-5
+    assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-5)
+    mine, theirs = load_file(same / "trained.safetensors"), load_file(other / "trained.safetensors")
+    for name, t in mine.items():
+        assert float(theirs[name].norm()) == pytest.approx(float(t.norm()), rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.parametrize("extra", [(), LORA], ids=["full", "lora"])
+def test_resume_is_bitwise(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    """Steps 3 and 4 after a resume at 2 equal those of the uninterrupted run, metrics and weights."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    settings = ("trainer.total_steps=4", "trainer.save_every=2", "trainer.validate_every=2", "trainer.keep_checkpoints=9", *extra)
+    train(tiny_config(whole, *settings))
+    shutil.copytree(whole / "checkpoints" / "step-000002", resumed / "checkpoints" / "step-000002")
+    shutil.copy(whole / "metrics.jsonl", resumed / "metrics.jsonl")
+    train(tiny_config(resumed, *settings))
+    assert rows(resumed) == rows(whole)
+    for name, t in load_file(whole / "trained.safetensors").items():
+        assert torch.equal(t, load_file(resumed / "trained.safetensors")[name]), name
+
+
+def test_resume_with_another_config_says_what_differs(tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, "trainer.total_steps=1"))
+    with pytest.raises(ConfigError, match=r"optimizer.learning_rate: 0.001 -> 0.1; seed: 0 -> 3\. Restore these"):
+        train(tiny_config(tmp_path, "trainer.total_steps=2", "seed=3", "optimizer.learning_rate=0.1"))
+    # More steps of the same run are no difference.
+    assert train(tiny_config(tmp_path, "trainer.total_steps=2")).state.step == 2
+
+
+def test_resume_from_nowhere(tmp_path: Path) -> None:
+    assert find_checkpoint("auto", tmp_path) is None
+    with pytest.raises(ConfigError, match="no checkpoint there"):
+        find_checkpoint(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["auto", "trainer"])
+def test_second_update_of_a_rollout_is_off_policy(tmp_path: Path, mode: str) -> None:
+    """peers.md row 58: the ratio is 1 in update 1 only; its old log-probs are those before the first update."""
+    train(tiny_config(tmp_path, "algorithm.updates_per_rollout=2", f"algorithm.old_log_probs={mode}", "trainer.total_steps=1"))
+    row = read_metrics(tmp_path)[0]
+    assert row["policy/first_ratio_max_deviation"] == 0.0
+    assert row["policy/ratio_max_deviation"] > 1e-6
+    assert row["rollout/log_ratio_max"] < 1e-5
+
+
+@pytest.mark.parametrize("extra", [(), LORA, ("engine.zero_stage=0", *LORA)], ids=["full", "lora", "zero0"])
+def test_kl_to_the_reference(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    """0 before the first update (the policy is the reference), above 0 after it; the reference does not move."""
+    train(tiny_config(tmp_path, "algorithm.kl_coef=0.1", "trainer.total_steps=2", *extra))
+    first, second = read_metrics(tmp_path)
+    assert first["policy/kl"] == 0.0
+    assert second["policy/kl"] > 0
+
+
+def test_zero_stages_agree(tmp_path: Path) -> None:
+    norms = []
+    for stage in range(4):
+        train(tiny_config(tmp_path / str(stage), f"engine.zero_stage={stage}", "trainer.total_steps=1"))
+        norms.append(read_metrics(tmp_path / str(stage))[0]["optimizer/grad_norm"])
+    assert norms == pytest.approx([norms[3]] * 4, rel=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    plain, saved = tmp_path / "plain", tmp_path / "saved"
+    train(tiny_config(plain, "trainer.total_steps=1"))
+    train(tiny_config(saved, "trainer.total_steps=1", "engine.gradient_checkpointing=true"))
+    assert rows(plain) == rows(saved)
+
+
+def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, "trainer.total_steps=1", "logging.samples_every=1", "logging.tensorboard=true"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {"validation/before/reward", "validation/after/reward", "timing/train_s", "first_update_ratio_max_deviation"} <= summary.keys()
+    for name in ("report.html", "config.yaml", "metrics.jsonl", "samples/before.png", "samples/after.png", "samples/step_000001.png"):
+        assert (tmp_path / name).stat().st_size > 0, name
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def raising(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+    raise RuntimeError("the scorer is broken")
+
+
+def sometimes_nan(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+    score = brightness(images, prompts, metadata)
+    if len(images) > 1:
+        score[1] = math.nan
+    return score
+
+
+def always_nan(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+    return torch.full((len(images),), math.nan)
+
+
+def test_a_reward_that_raises_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RewardFailure, match="no valid reward.*\n.*the scorer is broken"):
+        train(tiny_config(tmp_path, "rewards.0.name=tests.test_trainer:raising"))
+
+
+def test_an_invalid_sample_is_left_out_and_counted(tmp_path: Path) -> None:
+    train(tiny_config(tmp_path, "rewards.0.name=tests.test_trainer:sometimes_nan", "rewarding.max_failure_share=0.3", "trainer.total_steps=1"))
+    row = read_metrics(tmp_path)[0]
+    assert row["reward/invalid_ratio"] == 0.25
+    assert row["policy/kept"] == 12.0
+    assert row["policy/first_ratio_max_deviation"] == 0.0
+
+
+def test_without_any_valid_reward_the_step_is_skipped(tmp_path: Path) -> None:
+    """peers.md row 39: all masked -> no optimizer step, and the weights stay."""
+    trainer = train(
+        tiny_config(
+            tmp_path, "rewards.0.name=tests.test_trainer:always_nan", "rewarding.max_failure_share=1.0", "trainer.total_steps=1", "data.validation=null"
+        )
+    )
+    assert read_metrics(tmp_path)[0]["optimizer/skipped"] == 1.0
+    assert trainer.engine.updates == 0
+    original = load_file(tiny_pipeline() / "transformer" / "diffusion_pytorch_model.safetensors")
+    for name, t in load_file(tmp_path / "trained.safetensors").items():
+        assert torch.equal(t, original[name]), name
+
+
+def test_nan_from_the_model_stops_with_step_and_sample(tmp_path: Path) -> None:
+    """The checkpoint of the step before is intact and resumable."""
+    train(tiny_config(tmp_path, "trainer.total_steps=1"))
+    trainer = Trainer(tiny_config(tmp_path, "trainer.total_steps=2"), Inputs(tiny_config(tmp_path), 1), CPU)
+    import deepspeed
+
+    bias = trainer.engine.module.proj_out.bias
+    with deepspeed.zero.GatheredParameters([bias], modifier_rank=0):
+        bias.data[0] = math.nan
+    with pytest.raises(NonFiniteError, match=r"not finite at denoising step 0, sample \d+"):
+        trainer.run()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
+    assert train(tiny_config(tmp_path, "trainer.total_steps=2")).state.step == 2
+
+
+def test_missing_negative_prompt_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rollout.guidance_scale = 4.0 needs a negative prompt"):
+        Inputs(tiny_config(tmp_path, "rollout.guidance_scale=4.0"), 1)
+
+
+@pytest.mark.parametrize("window", ["{size: 2, range: [2, 4]}", "{size: 3, range: [2, 9]}"])
+def test_window_outside_the_schedule_is_a_config_error(tmp_path: Path, window: str) -> None:
+    config = tiny_config(tmp_path, f"rollout.window={window}")
+    with pytest.raises(ConfigError, match="last trainable step is 2"):
+        Trainer(config, Inputs(config, 1), CPU)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rewards.0.name=occr", "did you mean"),
+        ("algorithm.name=flow_grop", "did you mean 'flow_grpo'"),
+        ("data.train=/no/such/prompts.txt", "/no/such/prompts.txt"),
+        ("model.path=/no/such/model", "not a diffusers folder"),
+    ],
+)
+def test_bad_input_is_found_before_a_model_is_loaded(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Inputs(tiny_config(tmp_path, override), 1)
+
+
+def test_lora_targets_that_match_nothing(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, *LORA, "model.lora.target_modules=[to_nothing]")
+    with pytest.raises(ValueError, match="to_nothing.*linear layers here end in"):
+        Trainer(config, Inputs(config, 1), CPU)
+
+
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """A file-size limit makes the kernel refuse the write in the middle, as a full disk does."""
+    trainer = Trainer(tiny_config(tmp_path, "trainer.total_steps=2", "trainer.save_every=1"), Inputs(tiny_config(tmp_path), 1), CPU)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    original = trainer._step
+
+    def limited(step: int) -> dict[str, float]:
+        metrics = original(step)
+        if step == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+        return metrics
+
+    trainer._step = limited  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CheckpointError, match="could not write .*step-000002.*the previous checkpoint step-000001 is intact"):
+            trainer.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    assert train(tiny_config(tmp_path, "trainer.total_steps=2")).state.step == 2
+
+
+def test_no_space_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tiny_config(tmp_path, "trainer.total_steps=1"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match="MiB are free; the previous checkpoint step-000001 is intact"):
+        train(tiny_config(tmp_path, "trainer.total_steps=2"))
+
+
+def test_frozen_base_is_not_in_a_lora_checkpoint(tmp_path: Path) -> None:
+    """peers.md row 46: adapter-sized, and it changes with training."""
+    train(tiny_config(tmp_path, *LORA, "trainer.total_steps=2", "trainer.save_every=1"))
+    adapter = load_file(tmp_path / "trained.safetensors")
+    assert all("lora" in name and t.dtype == torch.float32 for name, t in adapter.items())
+    first, second = (sum(f.stat().st_size for f in p.rglob("*.pt")) for p in checkpoints(tmp_path))
+    assert first == pytest.approx(second, rel=0.05)
+    # fp32 parameter, master copy and two moments, and what torch.save adds per tensor: far from the base's own size on top.
+    adapter_bytes = sum(t.numel() * 4 for t in adapter.values())
+    assert second < 4 * adapter_bytes + 500_000
