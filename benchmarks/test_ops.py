@@ -78,7 +78,10 @@ def peers_advantage(rewards: Tensor, group: Tensor) -> Tensor:
 @pytest.mark.parametrize("who", ["flowgrpo_fast", "peers_loop"])
 def test_group_advantage(benchmark: Any, who: str) -> None:
     rewards, group = torch.rand(4096, generator=torch.Generator().manual_seed(0)), torch.arange(4096) // 16
-    functions = {"flowgrpo_fast": lambda r, g: group_advantage(r, g, normalize="group_std"), "peers_loop": peers_advantage}
+    functions = {
+        "flowgrpo_fast": lambda r, g: group_advantage(r, g, normalize="group_std"),
+        "peers_loop": peers_advantage,
+    }
     torch.testing.assert_close(functions[who](rewards, group), peers_advantage(rewards, group), rtol=1e-4, atol=1e-5)
     benchmark(functions[who], rewards, group)
 

@@ -13,6 +13,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +90,8 @@ class RolloutBatch:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RolloutBatch:
-        return replace(self, **{name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()})
+        moved: dict[str, Any] = {name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()}
+        return replace(self, **moved)
 
     def without_media(self) -> RolloutBatch:
         """The batch as the trainer keeps it: images and videos stay where the reward ran."""
@@ -97,7 +99,7 @@ class RolloutBatch:
 
     def select(self, index: Tensor) -> RolloutBatch:
         """The samples `index` (int64 [N] or bool [B]); prompt rows stay as they are."""
-        chosen = {name: t[index] for name, t in self.tensors().items() if name in PER_SAMPLE}
+        chosen: dict[str, Any] = {name: t[index] for name, t in self.tensors().items() if name in PER_SAMPLE}
         return replace(self, **chosen)
 
     def split_prompts(self) -> list[RolloutBatch]:
@@ -105,7 +107,7 @@ class RolloutBatch:
         parts = []
         for row in range(self.prompt_embeds.shape[0]):
             part = self.select((self.prompt_index == row).nonzero()[:, 0])
-            kept: dict[str, Tensor] = {"prompt_index": torch.zeros_like(part.prompt_index)}
+            kept: dict[str, Any] = {"prompt_index": torch.zeros_like(part.prompt_index)}
             for name, t in self.tensors().items():
                 if name in PER_PROMPT or (name in NEGATIVE and t.shape[0] > 1):
                     kept[name] = t[row : row + 1]
@@ -130,7 +132,7 @@ class RolloutBatch:
             if not torch.equal(other.sigmas, first.sigmas):
                 raise BatchError("concat: sigmas differ")
         offsets = torch.tensor([0] + [b.prompt_embeds.shape[0] for b in batches[:-1]]).cumsum(0).tolist()
-        joined: dict[str, Tensor] = {}
+        joined: dict[str, Any] = {}
         for name in first.tensors():
             values = [getattr(b, name) for b in batches]
             if name == "prompt_index":
@@ -223,7 +225,7 @@ class RolloutBatch:
         try:
             header = json.loads(bytes(buffer[PREFIX.size : PREFIX.size + length].cpu().numpy()))
             start = -(-(PREFIX.size + length) // ALIGNMENT) * ALIGNMENT
-            views = {entry["name"]: _view(buffer, start, entry) for entry in header["tensors"]}
+            views: dict[str, Any] = {entry["name"]: _view(buffer, start, entry) for entry in header["tensors"]}
             return RolloutBatch(**views, **{name: header[name] for name in INTEGERS})
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise BatchError(f"unpack: corrupt header: {error!r}") from error

@@ -20,14 +20,15 @@ def world_size() -> int:
 
 
 def gather_rows(local: Tensor) -> Tensor:
-    """[N, ...] of each rank -> [world * N, ...] in rank order. N must be the same on all ranks."""
+    """[N, ...] of each rank -> [world * N, ...] in rank order, on local's device. N must be the same on all ranks."""
     if world_size() == 1:
         return local
-    # gloo has no bool
-    sent = local.contiguous().to(torch.uint8) if local.dtype == torch.bool else local.contiguous()
+    # gloo has no bool; NCCL reads device memory only.
+    wire = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else local.device
+    sent = local.to(wire, torch.uint8 if local.dtype == torch.bool else local.dtype).contiguous()
     parts = [torch.empty_like(sent) for _ in range(world_size())]
     dist.all_gather(parts, sent)
-    return torch.cat(parts).to(local.dtype)
+    return torch.cat(parts).to(local.device, local.dtype)
 
 
 def gather_objects(local: T) -> list[T]:

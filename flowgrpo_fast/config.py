@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from yaml import YAMLError
@@ -144,6 +144,8 @@ class OptimizerConfig(Section):
 
 class EngineConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 3
+    persistence_threshold: int = Field(100_000, ge=0)
+    """ZeRO-3 keeps parameters smaller than this whole on every rank instead of gathering them at each use."""
     gradient_checkpointing: bool = False
     micro_batch_size: int | None = Field(None, ge=1)
     """(sample, step) pairs per forward; null takes the rollout's batch, which replays it in the same shape."""
@@ -253,10 +255,10 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> Any:
         config = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from error
-    if not OmegaConf.is_dict(config):
+    if not isinstance(config, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of sections at the top level")
     bases = config.pop("extends", None) or []
-    merged = OmegaConf.create({})
+    merged: Any = OmegaConf.create({})
     for base in [bases] if isinstance(bases, str) else bases:
         merged = OmegaConf.merge(merged, _read_with_bases(path.parent / base, (*seen, path)))
     return OmegaConf.merge(merged, config)

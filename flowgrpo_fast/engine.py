@@ -40,7 +40,7 @@ def deepspeed_config(config: Config, plan: BatchPlan) -> dict[str, Any]:
             "stage": config.engine.zero_stage,
             "overlap_comm": False,
             "contiguous_gradients": True,
-            "stage3_param_persistence_threshold": 10_000,
+            "stage3_param_persistence_threshold": config.engine.persistence_threshold,
         },
         "bf16": {"enabled": half_master},
         "zero_allow_untested_optimizer": True,

@@ -172,7 +172,7 @@ def sde_coefficients(
 def trainable_steps(sigmas: Tensor, rule: str, noise_level: float) -> Tensor:
     """Which steps may be trained, bool [T]: not the last one, sigma' > 0 and s > 0. sigmas: fp32 [T + 1]."""
     _check_sigmas(sigmas)
-    require(sigmas.dim() == 1, "sigmas", f"shape {list(sigmas.shape)}", "pass one schedule [T + 1]")
+    require(sigmas.dim() == 1, "sigmas", sigmas, "pass one schedule [T + 1]")
     steps = torch.arange(len(sigmas) - 1, device=sigmas.device)
     s = sde_coefficients(sigmas, steps, rule, noise_level).s
     return (steps < len(sigmas) - 2) & (sigmas[1:] > 0) & (s > 0)
@@ -180,11 +180,11 @@ def trainable_steps(sigmas: Tensor, rule: str, noise_level: float) -> Tensor:
 
 def _check_sigmas(sigmas: Tensor) -> None:
     ok = sigmas.dtype == torch.float32 and sigmas.dim() in (1, 2) and sigmas.shape[-1] >= 2
-    require(ok, "sigmas", f"{sigmas.dtype} {list(sigmas.shape)}", "pass fp32 [T + 1] or [B, T + 1] with T >= 1")
+    require(ok, "sigmas", sigmas, "pass fp32 [T + 1] or [B, T + 1] with T >= 1")
     if values_are_readable(sigmas):
         inside = (sigmas[..., -1] >= 0) & (sigmas[..., 0] <= 1 + _NEAR_ONE)
         falling = bool((sigmas.diff() < 0).all() & inside.all())
-        require(falling, "sigmas", sigmas.tolist(), "pass values that fall strictly, within [0, 1]")
+        require(falling, "sigmas", sigmas, "pass values that fall strictly, within [0, 1]")
 
 
 def _index_tensor(step_index: int | Tensor, sigmas: Tensor) -> Tensor:
@@ -192,13 +192,13 @@ def _index_tensor(step_index: int | Tensor, sigmas: Tensor) -> Tensor:
     if not isinstance(step_index, Tensor):
         step_index = torch.full((1,), step_index, dtype=torch.int64, device=sigmas.device)
     ok = step_index.dtype == torch.int64 and step_index.dim() == 1
-    require(ok, "step_index", f"{step_index.dtype} {list(step_index.shape)}", "pass an int or an int64 tensor [B]")
+    require(ok, "step_index", step_index, "pass an int or an int64 tensor [B]")
     require_device(step_index, "step_index", sigmas.device)
     if sigmas.dim() == 2:
         require_shape(step_index, "step_index", tuple(sigmas.shape[:1]))
     if values_are_readable(step_index):
         inside = bool(((step_index >= 0) & (step_index < steps)).all())
-        require(inside, "step_index", step_index.tolist(), f"keep 0 <= step_index < {steps}, the number of steps")
+        require(inside, "step_index", step_index, f"keep 0 <= step_index < {steps}, the number of steps")
     return step_index
 
 
@@ -208,12 +208,12 @@ def _noise_tensor(noise_level: float | Tensor, index: Tensor, rule: str) -> Tens
     if not isinstance(noise_level, Tensor):
         require(0 <= noise_level <= highest and math.isfinite(noise_level), "noise_level", noise_level, fix)
         return torch.full(index.shape, noise_level, dtype=torch.float64, device=index.device)
-    require(noise_level.is_floating_point(), "noise_level", noise_level.dtype, "pass a number or a floating tensor")
+    require(noise_level.is_floating_point(), "noise_level", noise_level, "pass a number or a floating tensor")
     require_shape(noise_level, "noise_level", tuple(index.shape))
     require_device(noise_level, "noise_level", index.device)
     if values_are_readable(noise_level):
         inside = bool(((noise_level >= 0) & (noise_level <= highest) & noise_level.isfinite()).all())
-        require(inside, "noise_level", noise_level.tolist(), fix)
+        require(inside, "noise_level", noise_level, fix)
     return noise_level.double()
 
 
@@ -272,7 +272,7 @@ def draw_window_starts(
     require(0 <= seed < 1 << 63, "seed", seed, "pass an integer with 0 <= seed < 2**63")
     for field, tensor in (("sample_id", sample_id), ("group_id", group_id)):
         ok = tensor.dtype == torch.int64 and tensor.dim() == 1 and tensor.shape == sample_id.shape
-        require(ok, field, f"{tensor.dtype} {list(tensor.shape)}", "pass int64 [B]")
+        require(ok, field, tensor, "pass int64 [B]")
     starts = last_start - lo + 1
     if window.strategy == "progressive":
         stops = math.ceil(starts / window.shift_by)

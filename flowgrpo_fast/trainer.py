@@ -14,13 +14,12 @@ from torch import Tensor
 
 from flowgrpo_fast import comm
 from flowgrpo_fast.algorithms import build_algorithm
-from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.checkpoint import TrainerState, check_resumable, find_checkpoint, save_checkpoint
 from flowgrpo_fast.config import BatchPlan, Config, ConfigError, batch_plan
 from flowgrpo_fast.data.prompts import PromptRecord, load_prompts
 from flowgrpo_fast.data.sampler import GroupSampler, rank_slice
 from flowgrpo_fast.engine import DTYPES, Engine
-from flowgrpo_fast.metrics import MetricsWriter, PhaseTimer, Progress
+from flowgrpo_fast.metrics import MetricsWriter, PhaseTimer, Progress, write_atomic
 from flowgrpo_fast.models import build_adapter, resolve_model_path
 from flowgrpo_fast.models.base import ModelAdapter
 from flowgrpo_fast.replay import Replay
@@ -159,15 +158,16 @@ class Trainer:
                 if last or (t.validate_every and done % t.validate_every == 0):
                     after = self._validate(done, "after" if last else f"step_{done:06d}")
                     metrics |= {f"validation/{name}": value for name, value in after.items()}
+                metrics |= self.timer.pop()
+                progress.update(done, metrics)
+                # Before the checkpoint: a kill in between repeats the step, and its row; the other way round the row would be lost.
+                if self.writer is not None:
+                    self.writer.log(done, metrics)
                 if last or (t.save_every and done % t.save_every == 0):
                     with self.timer("save"):
                         save_checkpoint(
                             self.engine, self.run_dir, self.config, self.state, t.keep_checkpoints, self.device
                         )
-                metrics |= self.timer.pop()
-                progress.update(done, metrics)
-                if self.writer is not None:
-                    self.writer.log(done, metrics)
         self._export()
         self._summarise(before, after, first_ratio, time.perf_counter() - began)
         self.inputs.rewards.close()
@@ -348,7 +348,7 @@ class Trainer:
         }
         summary |= {f"validation/before/{name}": value for name, value in before.items()}
         summary |= {f"validation/after/{name}": value for name, value in after.items()}
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_atomic(self.run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         write_report(self.run_dir)
 
 

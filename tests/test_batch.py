@@ -11,7 +11,9 @@ import torch
 from flowgrpo_fast.batch import ALIGNMENT, BatchError, RolloutBatch
 
 
-def make_batch(groups: int = 2, G: int = 3, W: int = 2, L: int = 5, negative: str = "shared", first: int = 0) -> RolloutBatch:
+def make_batch(
+    groups: int = 2, G: int = 3, W: int = 2, L: int = 5, negative: str = "shared", first: int = 0
+) -> RolloutBatch:
     B = groups * G
     g = torch.Generator().manual_seed(first)
     mask = torch.ones(groups, L, dtype=torch.bool)
@@ -126,7 +128,12 @@ def test_concat_refuses_what_does_not_belong_together() -> None:
 
 def broken_batches() -> list[tuple[str, RolloutBatch, str]]:
     batch = make_batch()
-    nan, infinite, far, prompt = batch.latents.clone(), batch.log_probs.clone(), batch.step_index.clone(), batch.prompt_index.clone()
+    nan, infinite, far, prompt = (
+        batch.latents.clone(),
+        batch.log_probs.clone(),
+        batch.step_index.clone(),
+        batch.prompt_index.clone(),
+    )
     nan[4, 1, 0, 0] = float("nan")
     infinite[2, 0] = float("inf")
     far[5, 1] = 5

@@ -62,7 +62,16 @@ def test_mistakes_name_key_value_and_fix(override: str, message: str) -> None:
 
 def test_every_problem_is_listed_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config({"run_dir": "x", "seed": -1, "modle": {}, "data": {"train": "builtin:glyphs"}, "rollout": {}, "rewards": [{"name": "ocr"}]})
+        parse_config(
+            {
+                "run_dir": "x",
+                "seed": -1,
+                "modle": {},
+                "data": {"train": "builtin:glyphs"},
+                "rollout": {},
+                "rewards": [{"name": "ocr"}],
+            }
+        )
     text = str(caught.value)
     assert "missing key 'model'" in text
     assert "seed = -1" in text
@@ -92,9 +101,15 @@ def test_batch_plan_of_the_recipe() -> None:
         (["algorithm.groups_per_step=7"], 2, r"groups_per_step 7 does not divide by 2 rank\(s\) x .* 1 = 2"),
         (["algorithm.updates_per_rollout=3"], 1, r"groups_per_step 8 does not divide by 1 rank\(s\) x .* 3 = 3"),
         (["rollout.groups_per_batch=3"], 1, r"groups_per_batch 3 does not divide the 8 group\(s\)"),
-        (["engine.micro_batch_size=100"], 1, r"micro_batch_size 100 does not divide the 384 .* \(8 groups x group_size 16 x window 3\)"),
+        (
+            ["engine.micro_batch_size=100"],
+            1,
+            r"micro_batch_size 100 does not divide the 384 .* \(8 groups x group_size 16 x window 3\)",
+        ),
     ],
 )
-def test_impossible_batch_arithmetic_is_one_sentence_with_the_numbers(overrides: list[str], world: int, message: str) -> None:
+def test_impossible_batch_arithmetic_is_one_sentence_with_the_numbers(
+    overrides: list[str], world: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         batch_plan(config(*overrides), world, 3)

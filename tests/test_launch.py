@@ -26,11 +26,23 @@ COMMON = ["trainer.total_steps=5", "validation.batch_size=1"]
 
 
 def arguments(run_dir: Path, *overrides: str) -> list[str]:
-    return [str(TRAIN), "--config", str(TINY_YAML), f"model.path={tiny_pipeline()}", f"run_dir={run_dir}", *COMMON, *overrides]
+    return [
+        str(TRAIN),
+        "--config",
+        str(TINY_YAML),
+        f"model.path={tiny_pipeline()}",
+        f"run_dir={run_dir}",
+        *COMMON,
+        *overrides,
+    ]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    }
     return clean | extra
 
 
@@ -81,8 +93,17 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_deepspeed_launcher_with_two_ranks_equals_one_rank_bitwise(one_rank: Path, tmp_path: Path) -> None:
     """ZeRO-3, full fine-tuning, fp32, live rollouts: the same weights to the last bit after 5 steps, and ratio 1 on both ranks."""
     launcher = Path(sys.executable).parent / "deepspeed"
-    command = [str(launcher), "--num_accelerators", "2", "--master_port", free_port(), *arguments(tmp_path, "engine.threads=1")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300)
+    command = [
+        str(launcher),
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        free_port(),
+        *arguments(tmp_path, "engine.threads=1"),
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "first update: max |ratio - 1| = 0.0;" in done.stdout
     assert_same_weights(one_rank, tmp_path)
@@ -135,9 +156,16 @@ def test_kill_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> Non
 
 def test_dry_run_prints_config_deepspeed_dict_and_arithmetic(tmp_path: Path) -> None:
     command = [sys.executable, *arguments(tmp_path, "--dry-run")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    for part in ("total_steps: 5", '"stage": 3', "1 rank(s) x 4 group(s): 16 samples per step", "= 2 forward(s) of 8 (the rollout's shape)"):
+    for part in (
+        "total_steps: 5",
+        '"stage": 3',
+        "1 rank(s) x 4 group(s): 16 samples per step",
+        "= 2 forward(s) of 8 (the rollout's shape)",
+    ):
         assert part in done.stdout
     assert not any(tmp_path.iterdir()), "a dry run writes nothing"
 
@@ -150,13 +178,27 @@ def test_script_does_not_shadow_other_modules(tmp_path: Path) -> None:
     code += "import schedule, config, metrics; assert schedule.theirs and config.theirs and metrics.theirs"
     script = tmp_path / "probe.py"
     script.write_text(f"import sys; sys.path[0] = {str(TRAIN.parent)!r}; sys.path.append({str(tmp_path)!r})\n{code}")
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_ops_need_torch_alone(tmp_path: Path) -> None:
     """In a process that can import torch and nothing else of the extras; and within 0.5 s of torch itself."""
-    blocked = ["deepspeed", "diffusers", "transformers", "peft", "vllm", "triton", "omegaconf", "pydantic", "einops", "PIL", "rich"]
+    blocked = [
+        "deepspeed",
+        "diffusers",
+        "transformers",
+        "peft",
+        "vllm",
+        "triton",
+        "omegaconf",
+        "pydantic",
+        "einops",
+        "PIL",
+        "rich",
+    ]
     code = f"""
 import sys, time
 for name in {blocked!r}: sys.modules[name] = None
@@ -171,5 +213,12 @@ prev, log_prob = ops.sde_step(x, x, coef, key=ops.NoiseKey(0, 0, torch.arange(2)
 assert torch.equal(ops.sde_log_prob(x, x, prev, coef).log_prob, log_prob)
 assert took < 0.5, took
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr

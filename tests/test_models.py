@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 from safetensors import safe_open
 
 from flowgrpo_fast.config import ConfigError, SigmasConfig
 from flowgrpo_fast.models import build_adapter, resolve_model_path
 from flowgrpo_fast.models.glyph_prompts import ALPHABET, glyph_prompt, glyph_texts
 from flowgrpo_fast.models.glyphs import build_tokenizer
+from flowgrpo_fast.models.image_vae import decode_single_frames
 from flowgrpo_fast.models.qwen_image import TEMPLATE, TEMPLATE_DROP, QwenImageAdapter
 from tests.tiny import CPU, tiny_adapter, tiny_pipeline
 
@@ -86,6 +87,19 @@ def test_cfg_branches_in_one_forward_equal_two() -> None:
         torch.testing.assert_close(joint, cfg_combine(*apart, 4.0, rescale=True), rtol=0, atol=tolerance)
 
 
+def test_single_frame_vae_is_diffusers_own_without_the_zeros() -> None:
+    """Encoder and decoder on one frame agree to fp32 rounding; several frames take diffusers' path and agree bitwise."""
+    stock, ours = (AutoencoderKLQwenImage.from_pretrained(tiny_pipeline() / "vae").eval() for _ in range(2))
+    decode_single_frames(ours)
+    g = torch.Generator().manual_seed(0)
+    for frames, tolerance in ((1, 2e-5), (5, 0.0)):
+        x = torch.randn(2, 3, frames, 32, 32, generator=g)
+        with torch.no_grad():
+            z = stock.encode(x).latent_dist.mean
+            torch.testing.assert_close(ours.encode(x).latent_dist.mean, z, rtol=0, atol=tolerance)
+            torch.testing.assert_close(ours.decode(z).sample, stock.decode(z).sample, rtol=0, atol=tolerance)
+
+
 def test_prompt_over_the_limit_is_refused_not_cut() -> None:
     with pytest.raises(ValueError, match=r"prompt of 3\d tokens is over rollout.max_sequence_length 20"):
         tiny_adapter().tokenize(["draw K7", "a prompt that is far too long"], 20)
@@ -102,7 +116,9 @@ def test_another_tokenizer_is_recognised(tmp_path: Path) -> None:
 
     shutil.copytree(tiny_pipeline(), tmp_path / "model")
     plain = build_tokenizer()
-    type(plain)(vocab={k: v for k, v in plain.get_vocab().items() if v < 259}, merges=[]).save_pretrained(tmp_path / "model" / "tokenizer")
+    type(plain)(vocab={k: v for k, v in plain.get_vocab().items() if v < 259}, merges=[]).save_pretrained(
+        tmp_path / "model" / "tokenizer"
+    )
     with pytest.raises(ValueError, match="not Qwen-Image's tokenizer"):
         QwenImageAdapter(tmp_path / "model", CPU, torch.float32)
 

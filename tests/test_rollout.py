@@ -37,7 +37,9 @@ def linear_velocity(x: Tensor, sigma: Tensor, rows: list[int]) -> Tensor:
     return 0.3 * x + sigma[:, None, None]
 
 
-def run_denoise(window_start: list[int], window: int, start: list[int] | None = None, velocity=linear_velocity, seed: int = 5):  # noqa: ANN001, ANN201
+def run_denoise(
+    window_start: list[int], window: int, start: list[int] | None = None, velocity=linear_velocity, seed: int = 5
+):
     ids = torch.arange(len(window_start))
     x = philox_normal(NoiseKey(seed, 0, ids, STREAM_INITIAL), (3, 4))
     begin = torch.zeros_like(ids) if start is None else torch.tensor(start)
@@ -93,7 +95,9 @@ def test_non_finite_velocity_names_step_and_sample() -> None:
 
 @pytest.mark.parametrize("noise", ["sample", "group"])
 def test_generate_fills_a_valid_batch(noise: str) -> None:
-    batch = tiny_rollout().generate([request("draw K7", 4, [0, 1]), request("x", 5, [2, 2])], sampling(initial_noise=noise), 9)
+    batch = tiny_rollout().generate(
+        [request("draw K7", 4, [0, 1]), request("x", 5, [2, 2])], sampling(initial_noise=noise), 9
+    )
     assert batch.latents.shape == (4, 3, 16, 64)
     assert batch.step_index.tolist() == [[0, 1], [1, 2], [2, 3], [2, 3]]
     assert batch.group_id.tolist() == [4, 4, 5, 5]
@@ -104,7 +108,9 @@ def test_generate_fills_a_valid_batch(noise: str) -> None:
 
 def test_group_shares_initial_noise_and_nothing_else() -> None:
     """peers.md rows 33, 34: equal x_T in a group, different SDE noise; other groups differ."""
-    batch = tiny_rollout().generate([request("x", 0, [0, 0]), request("x", 1, [0, 0])], sampling(initial_noise="group"), 0)
+    batch = tiny_rollout().generate(
+        [request("x", 0, [0, 0]), request("x", 1, [0, 0])], sampling(initial_noise="group"), 0
+    )
     first, second = batch.latents[:, 0], batch.latents[:, 1]
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])
@@ -117,7 +123,7 @@ def test_shared_prefix_is_the_trajectory_of_each_sample() -> None:
     rollout, adapter = tiny_rollout(), tiny_adapter()
     original = adapter.velocity
 
-    def counting(transformer, x, *rest):  # noqa: ANN001, ANN002, ANN202
+    def counting(transformer, x, *rest):
         calls.append(x.shape[0])
         return original(transformer, x, *rest)
 
@@ -132,7 +138,9 @@ def test_shared_prefix_is_the_trajectory_of_each_sample() -> None:
     with torch.no_grad():
         for i in range(2):
             sigma = shared.sigmas[i : i + 1]
-            x = x + original(rollout.transformer, x, sigma, text, None, 1.0, 64, 64) * (shared.sigmas[i + 1] - shared.sigmas[i])
+            x = x + original(rollout.transformer, x, sigma, text, None, 1.0, 64, 64) * (
+                shared.sigmas[i + 1] - shared.sigmas[i]
+            )
     torch.testing.assert_close(shared.latents[:, 0], x.expand(4, -1, -1), rtol=0, atol=1e-6)
 
 
@@ -156,7 +164,9 @@ class FakeClock:
         return images.float().mean((1, 2, 3))
 
 
-def run_loops(loop_class, tasks: Sequence[GroupTask], rollout=None, groups_per_batch: int = 2, rewards=None, **changes) -> RolloutResult:  # noqa: ANN001, ANN003
+def run_loops(
+    loop_class, tasks: Sequence[GroupTask], rollout=None, groups_per_batch: int = 2, rewards=None, **changes
+) -> RolloutResult:
     manager = rewards or RewardManager([RewardSpec("tests.tiny:brightness")])
     return run_agent_loops(
         loop_class, tasks, adapter=tiny_adapter(), rollout=rollout or tiny_rollout(), rewards=manager, sampling=sampling(**changes),
@@ -180,7 +190,7 @@ def test_rewards_overlap_with_generation() -> None:
     inner = tiny_rollout()
 
     class Recording:
-        def generate(self, requests, params, version):  # noqa: ANN001, ANN202
+        def generate(self, requests, params, version):
             batch = inner.generate(requests, params, version)
             finished.append(time.perf_counter())
             return batch
@@ -199,7 +209,7 @@ def test_tokenising_stays_in_one_thread() -> None:
     adapter = tiny_adapter()
     original = adapter.tokenize
 
-    def recording(prompts: list[str], max_length: int):  # noqa: ANN202
+    def recording(prompts: list[str], max_length: int):
         threads.add(threading.get_ident())
         return original(prompts, max_length)
 
@@ -232,7 +242,7 @@ def test_two_turns_with_a_reward_each() -> None:
 
 def test_an_error_in_generation_reaches_the_caller() -> None:
     class Broken:
-        def generate(self, requests, params, version):  # noqa: ANN001, ANN202
+        def generate(self, requests, params, version):
             raise NonFiniteError("sample 3")
 
         def close(self) -> None: ...
@@ -247,7 +257,7 @@ def test_queue_batches_do_not_depend_on_reward_times() -> None:
     inner = tiny_rollout()
 
     class Recording:
-        def generate(self, requests, params, version):  # noqa: ANN001, ANN202
+        def generate(self, requests, params, version):
             sizes.append([r.group_id for r in requests])
             return inner.generate(requests, params, version)
 
@@ -270,7 +280,11 @@ def test_queue_batches_do_not_depend_on_reward_times() -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("single_turm", "did you mean 'single_turn'"), ("tests.tiny:record", "not a subclass of AgentLoop"), ("nowhere:X", "cannot import")],
+    [
+        ("single_turm", "did you mean 'single_turn'"),
+        ("tests.tiny:record", "not a subclass of AgentLoop"),
+        ("nowhere:X", "cannot import"),
+    ],
 )
 def test_unknown_agent_loops(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

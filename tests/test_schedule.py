@@ -18,6 +18,7 @@ from flowgrpo_fast.ops import NoiseKey, sde_step
 from flowgrpo_fast.schedule import (
     StepCoefficients,
     WindowConfig,
+    _linspace,
     draw_window_starts,
     dynamic_mu,
     make_sigmas,
@@ -69,6 +70,12 @@ def test_row_24_double_and_single_shift_have_their_golden_values() -> None:
         assert sde_coefficients(made, ALL).s.tolist() == pytest.approx(s, abs=6e-6)
     flux = [1, 0.90374, 0.7897, 0.65249, 0.48422, 0.273, 0]
     assert make_sigmas(6, "dynamic_shift", mu=0.63).tolist() == pytest.approx(flux, abs=6e-6)
+
+
+def test_linspace_is_numpys_bit_for_bit() -> None:
+    for count in range(1, 200):
+        for start, stop in ((1.0, 1 / count), (1000.0, 2.993999980390072)):
+            assert _linspace(start, stop, count).tolist() == np.linspace(start, stop, count).tolist()
 
 
 @pytest.mark.parametrize("kind", ["single_shift", "double_shift", "dynamic_shift"])
@@ -137,6 +144,9 @@ def test_row_8_noise_level_zero_is_exactly_the_ode_step(rule: str) -> None:
     assert_same_bits(coef.a, torch.ones(10))
     assert_same_bits(coef.b, TEN[1:] - TEN[:-1])
     assert_same_bits(coef.s, torch.zeros(10))
+    # Where the rule itself would divide 0 by 0: sigma_0 and sigma_1 both count as 1.
+    crowded = torch.tensor([1.0 + 2**-23, 1.0, 0.5, 0.0])
+    assert_same_bits(sde_coefficients(crowded, torch.arange(3), rule, 0.0).b, crowded[1:] - crowded[:-1])
 
 
 def test_noise_level_is_per_sample() -> None:
@@ -372,9 +382,9 @@ def test_bad_draw_arguments_are_named() -> None:
             draw_window_starts(WindowConfig(size=2), TEN, "sde", 0.7, **{**good, field: value})
 
 
-def test_window_draws_do_not_repeat_the_noise() -> None:
-    """Another stream tag: the words that choose windows are none of the words of the SDE or initial noise."""
-    ids = torch.arange(50)
-    noise = {tuple(row) for stream in (0, 1) for row in ops.philox_words(NoiseKey(5, 0, ids, stream), 1).tolist()}
-    window = {tuple(row) for row in ops.philox_words(NoiseKey(5, 0, ids, ops.STREAM_WINDOW), 1).tolist()}
-    assert not noise & window
+@pytest.mark.parametrize("iteration", [0, 3])
+def test_random_starts_are_philox_words_of_their_own_stream(iteration: int) -> None:
+    """start = lo + floor(word * number of starts / 2^32), the word's counter being (iteration, STREAM_WINDOW << 16, id)."""
+    key = NoiseKey(5, 0, torch.arange(64), ops.STREAM_WINDOW)
+    words = ops.philox_words(key, 4 * iteration + 1)[:, -1].tolist()
+    assert starts(WindowConfig(size=3), batch=64, iteration=iteration).tolist() == [word * 7 >> 32 for word in words]

@@ -53,10 +53,20 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("extra", [(), LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_first_update_has_ratio_one_to_the_last_bit(tmp_path: Path, dtype: str, extra: tuple[str, ...], window: int) -> None:
+def test_first_update_has_ratio_one_to_the_last_bit(
+    tmp_path: Path, dtype: str, extra: tuple[str, ...], window: int
+) -> None:
     """Replayed in the rollout's shape, old log-probs from the rollout: the deviation is 0.0, not small."""
     scope = "sample" if window == 2 else "group"
-    train(tiny_config(tmp_path, f"model.dtype={dtype}", f"rollout.window={{size: {window}, range: [0,3], scope: {scope}}}", "trainer.total_steps=2", *extra))
+    train(
+        tiny_config(
+            tmp_path,
+            f"model.dtype={dtype}",
+            f"rollout.window={{size: {window}, range: [0,3], scope: {scope}}}",
+            "trainer.total_steps=2",
+            *extra,
+        )
+    )
     for row in read_metrics(tmp_path):
         assert row["policy/first_ratio_max_deviation"] == 0.0
         assert row["rollout/log_ratio_max"] == 0.0
@@ -86,7 +96,13 @@ def test_another_micro_batch_shape_changes_rounding_only(tmp_path: Path) -> None
 def test_resume_is_bitwise(tmp_path: Path, extra: tuple[str, ...]) -> None:
     """Steps 3 and 4 after a resume at 2 equal those of the uninterrupted run, metrics and weights."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    settings = ("trainer.total_steps=4", "trainer.save_every=2", "trainer.validate_every=2", "trainer.keep_checkpoints=9", *extra)
+    settings = (
+        "trainer.total_steps=4",
+        "trainer.save_every=2",
+        "trainer.validate_every=2",
+        "trainer.keep_checkpoints=9",
+        *extra,
+    )
     train(tiny_config(whole, *settings))
     shutil.copytree(whole / "checkpoints" / "step-000002", resumed / "checkpoints" / "step-000002")
     shutil.copy(whole / "metrics.jsonl", resumed / "metrics.jsonl")
@@ -113,7 +129,11 @@ def test_resume_from_nowhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["auto", "trainer"])
 def test_second_update_of_a_rollout_is_off_policy(tmp_path: Path, mode: str) -> None:
     """peers.md row 58: the ratio is 1 in update 1 only; its old log-probs are those before the first update."""
-    train(tiny_config(tmp_path, "algorithm.updates_per_rollout=2", f"algorithm.old_log_probs={mode}", "trainer.total_steps=1"))
+    train(
+        tiny_config(
+            tmp_path, "algorithm.updates_per_rollout=2", f"algorithm.old_log_probs={mode}", "trainer.total_steps=1"
+        )
+    )
     row = read_metrics(tmp_path)[0]
     assert row["policy/first_ratio_max_deviation"] == 0.0
     assert row["policy/ratio_max_deviation"] > 1e-6
@@ -147,8 +167,20 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     train(tiny_config(tmp_path, "trainer.total_steps=1", "logging.samples_every=1", "logging.tensorboard=true"))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert {"validation/before/reward", "validation/after/reward", "timing/train_s", "first_update_ratio_max_deviation"} <= summary.keys()
-    for name in ("report.html", "config.yaml", "metrics.jsonl", "samples/before.png", "samples/after.png", "samples/step_000001.png"):
+    assert {
+        "validation/before/reward",
+        "validation/after/reward",
+        "timing/train_s",
+        "first_update_ratio_max_deviation",
+    } <= summary.keys()
+    for name in (
+        "report.html",
+        "config.yaml",
+        "metrics.jsonl",
+        "samples/before.png",
+        "samples/after.png",
+        "samples/step_000001.png",
+    ):
         assert (tmp_path / name).stat().st_size > 0, name
     assert list((tmp_path / "tensorboard").iterdir())
 
@@ -174,7 +206,14 @@ def test_a_reward_that_raises_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_an_invalid_sample_is_left_out_and_counted(tmp_path: Path) -> None:
-    train(tiny_config(tmp_path, "rewards.0.name=tests.test_trainer:sometimes_nan", "rewarding.max_failure_share=0.3", "trainer.total_steps=1"))
+    train(
+        tiny_config(
+            tmp_path,
+            "rewards.0.name=tests.test_trainer:sometimes_nan",
+            "rewarding.max_failure_share=0.3",
+            "trainer.total_steps=1",
+        )
+    )
     row = read_metrics(tmp_path)[0]
     assert row["reward/invalid_ratio"] == 0.25
     assert row["policy/kept"] == 12.0
@@ -185,7 +224,11 @@ def test_without_any_valid_reward_the_step_is_skipped(tmp_path: Path) -> None:
     """peers.md row 39: all masked -> no optimizer step, and the weights stay."""
     trainer = train(
         tiny_config(
-            tmp_path, "rewards.0.name=tests.test_trainer:always_nan", "rewarding.max_failure_share=1.0", "trainer.total_steps=1", "data.validation=null"
+            tmp_path,
+            "rewards.0.name=tests.test_trainer:always_nan",
+            "rewarding.max_failure_share=1.0",
+            "trainer.total_steps=1",
+            "data.validation=null",
         )
     )
     assert read_metrics(tmp_path)[0]["optimizer/skipped"] == 1.0
@@ -244,7 +287,9 @@ def test_lora_targets_that_match_nothing(tmp_path: Path) -> None:
 
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """A file-size limit makes the kernel refuse the write in the middle, as a full disk does."""
-    trainer = Trainer(tiny_config(tmp_path, "trainer.total_steps=2", "trainer.save_every=1"), Inputs(tiny_config(tmp_path), 1), CPU)
+    trainer = Trainer(
+        tiny_config(tmp_path, "trainer.total_steps=2", "trainer.save_every=1"), Inputs(tiny_config(tmp_path), 1), CPU
+    )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     original = trainer._step
 
@@ -256,7 +301,9 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
 
     trainer._step = limited  # type: ignore[method-assign]
     try:
-        with pytest.raises(CheckpointError, match="could not write .*step-000002.*the previous checkpoint step-000001 is intact"):
+        with pytest.raises(
+            CheckpointError, match="could not write .*step-000002.*the previous checkpoint step-000001 is intact"
+        ):
             trainer.run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

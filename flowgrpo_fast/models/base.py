@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,7 @@ class ModelAdapter(Protocol):
     """Between a diffusers pipeline folder and the trainer. Holds tokenizer, text encoder, VAE and scheduler settings; not the transformer."""
 
     family: str
-    lora_target_modules: list[str]
+    lora_target_modules: ClassVar[list[str]]
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None: ...
 

@@ -33,7 +33,8 @@ from tokenizers import AddedToken, pre_tokenizers
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from flowgrpo_fast.models.glyph_prompts import ALPHABET, glyph_prompt, glyph_texts
+from flowgrpo_fast.models.glyph_prompts import ALPHABET, VALIDATION_SIZE, glyph_prompt, glyph_texts
+from flowgrpo_fast.models.image_vae import decode_single_frames
 
 RESOLUTION = 64
 FONT_SIZE = 34
@@ -142,7 +143,7 @@ def render_batch(texts: list[str], rng: random.Random) -> Tensor:
 
 def train_vae(vae: AutoencoderKLQwenImage, texts: list[str], rng: random.Random, steps: int, batch: int = 16) -> float:
     """Trains the VAE and sets its latents_mean/std. Returns the last losses' mean."""
-    vae.train()
+    decode_single_frames(vae).train()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=1e-4, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     losses: list[float] = []
@@ -226,27 +227,48 @@ def train_flow(
     return sum(losses[-100:]) / len(losses[-100:])
 
 
+CARD = """---
+license: apache-2.0
+library_name: diffusers
+pipeline_tag: text-to-image
+---
+# glyphs
+
+A toy text-to-image model in Qwen-Image's layout: for the prompt `draw "K7"` it draws K7 on a 64x64 image, and is only half good at
+it on purpose, so that reinforcement learning has something to do. It knows two-character texts of `{alphabet}`, nothing else.
+
+Made by `python -m flowgrpo_fast.models.glyphs --out DIR --seed {seed}` on {threads} CPU threads, torch {torch}: {vae_steps} steps of the
+VAE (loss {vae_loss:.4f}, {vae_seconds} s), then {flow_steps} steps of flow matching on {images} rendered images (loss {flow_loss:.4f},
+{flow_seconds} s); text encoder and transformer learn together. Images are drawn with Pillow's bundled font, in dark colours on light grey;
+the {validation} validation texts are held out. Fewer steps on purpose: after 2800 the same model gets 84 % exactly right, after 800 5 %.
+
+Stored in bf16. Sampler: FlowMatchEuler with dynamic shift, 6 steps. Share of right images before and after RL: the project's README.
+"""
+
+
 def pretrain(out: Path, seed: int, vae_steps: int, flow_steps: int, images: int) -> None:
-    """Builds, pretrains and saves the pipeline in bf16 under `out`, with `training.json` (seed, steps, losses, seconds)."""
-    began = time.time()
+    """Builds, pretrains and saves the pipeline in bf16 under `out`, with `training.json` (seed, steps, losses, seconds) and a model card."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     texts = glyph_texts("train")
     pipe = build_pipeline("glyphs", seed)
+    began = time.time()
     vae_loss = train_vae(pipe.vae, texts, rng, vae_steps)
     # The VAE is stored in bf16: measure the latents with the weights that will be loaded.
-    pipe.vae.to(torch.bfloat16).save_pretrained(out / "vae")
-    pipe.vae.to(torch.float32)
+    pipe.vae.to(torch.bfloat16).to(torch.float32)
     drawn = [rng.choice(texts) for _ in range(images)]
     latents = set_latent_statistics(pipe.vae, encode_images(pipe.vae, render_batch(drawn, rng)))
-    print(f"{images} images encoded after {time.time() - began:.0f} s", flush=True)
+    vae_done = time.time()
+    print(f"{images} images encoded after {vae_done - began:.0f} s", flush=True)
     flow_loss = train_flow(pipe, drawn, latents, flow_steps, torch.Generator().manual_seed(seed))
     pipe.to(torch.bfloat16).save_pretrained(out)
     record = dict(
         seed=seed, vae_steps=vae_steps, flow_steps=flow_steps, images=images, vae_loss=vae_loss, flow_loss=flow_loss,
-        seconds=round(time.time() - began), threads=torch.get_num_threads(), torch=torch.__version__,
+        vae_seconds=round(vae_done - began), flow_seconds=round(time.time() - vae_done),
+        threads=torch.get_num_threads(), torch=torch.__version__,
     )  # fmt: skip
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    (out / "README.md").write_text(CARD.format(alphabet=ALPHABET, validation=VALIDATION_SIZE, **record))
     print(json.dumps(record))
 
 
@@ -254,8 +276,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline (diffusers layout)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vae-steps", type=int, default=600)
-    parser.add_argument("--flow-steps", type=int, default=3000)
+    parser.add_argument("--vae-steps", type=int, default=500)
+    parser.add_argument("--flow-steps", type=int, default=1100)
     parser.add_argument(
         "--images", type=int, default=8000, help="rendered images whose latents the flow model learns from"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
@@ -12,6 +13,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from flowgrpo_fast.config import SigmasConfig
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens, join_branches
+from flowgrpo_fast.models.image_vae import decode_single_frames
 from flowgrpo_fast.ops import cfg_combine
 from flowgrpo_fast.schedule import dynamic_mu, make_sigmas
 
@@ -26,7 +28,7 @@ PATCH = 2
 
 class QwenImageAdapter:
     family = "qwen_image"
-    lora_target_modules = [
+    lora_target_modules: ClassVar[list[str]] = [
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
     ]  # fmt: skip
@@ -38,7 +40,7 @@ class QwenImageAdapter:
         encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(path / "text_encoder", dtype=dtype)
         self.text_encoder = encoder.to(device).eval().requires_grad_(False)
         vae = AutoencoderKLQwenImage.from_pretrained(path / "vae", torch_dtype=dtype)
-        self.vae = vae.to(device).eval().requires_grad_(False)
+        self.vae = decode_single_frames(vae).to(device).eval().requires_grad_(False)
         self.scheduler = json.loads((path / "scheduler" / "scheduler_config.json").read_text())
         self.vae_scale = 2 ** len(self.vae.temperal_downsample)
         head = self.tokenizer(TEMPLATE.partition("{}")[0]).input_ids
@@ -128,4 +130,5 @@ class QwenImageAdapter:
         mean = torch.tensor(self.vae.config.latents_mean, device=z.device).view(1, -1, 1, 1, 1)
         std = torch.tensor(self.vae.config.latents_std, device=z.device).view(1, -1, 1, 1, 1)
         pixels = self.vae.decode((z * std + mean).to(self.vae.dtype), return_dict=False)[0][:, :, 0]
-        return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+        # oneDNN hands over channels-last pixels.
+        return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).contiguous()

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 
 def require(ok: bool, field: str, got: object, fix: str) -> None:
-    """Raise a ValueError that names the field, the value and the fix."""
+    """Raise a ValueError that names the field, the value and the fix. `got` is put into words only then."""
     if not ok:
-        raise ValueError(f"{field}: got {got}; {fix}")
+        raise ValueError(f"{field}: got {_describe(got)}; {fix}")
 
 
 def require_choice(value: str, field: str, choices: tuple[str, ...]) -> None:
-    require(value in choices, field, repr(value), f"choose one of {', '.join(map(repr, choices))}")
+    if value not in choices:
+        require(False, field, repr(value), f"choose one of {', '.join(map(repr, choices))}")
 
 
 def require_float(tensor: Tensor, field: str, device: torch.device | None = None) -> None:
-    require(tensor.is_floating_point(), field, tensor.dtype, "pass a floating-point tensor")
+    require(tensor.is_floating_point(), field, tensor, "pass a floating-point tensor")
     require_device(tensor, field, device)
 
 
 def require_device(tensor: Tensor, field: str, device: torch.device | None) -> None:
-    if device is not None:
-        require(tensor.device == device, field, f"a tensor on {tensor.device}", f"move it: {field}.to({str(device)!r})")
+    if device is not None and tensor.device != device:
+        require(False, field, f"a tensor on {tensor.device}", f"move it: {field}.to({str(device)!r})")
 
 
 def require_shape(tensor: Tensor, field: str, *shapes: tuple[int, ...]) -> None:
-    require(
-        tuple(tensor.shape) in shapes, field, f"shape {list(tensor.shape)}", f"pass {' or '.join(map(_text, shapes))}"
-    )
+    if not any(tensor.shape == shape for shape in shapes):  # not `in`: torch.compile cannot look symbolic sizes up
+        require(False, field, tensor, f"pass shape {' or '.join(str(list(shape)) for shape in shapes)}")
 
 
 def require_latents(tensor: Tensor, field: str) -> None:
     """[B, ...] of rank >= 2 with at least one element per sample (an empty batch is fine)."""
     require_float(tensor, field)
     ok = tensor.dim() >= 2 and 0 not in tensor.shape[1:]
-    require(ok, field, f"shape {list(tensor.shape)}", "pass [B, ...] of rank >= 2 with at least one element per sample")
+    require(ok, field, tensor, "pass [B, ...] of rank >= 2 with at least one element per sample")
 
 
 def require_detached(tensor: Tensor | None, field: str) -> None:
@@ -62,5 +60,8 @@ def rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.contiguous().flatten(1).to(dtype)
 
 
-def _text(shape: tuple[Any, ...]) -> str:
-    return f"shape {list(shape)}"
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    text = f"{value.dtype} {list(value.shape)}"
+    return f"{text} {value.tolist()}" if value.device.type == "cpu" and value.numel() <= 32 else text

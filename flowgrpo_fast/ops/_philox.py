@@ -54,13 +54,13 @@ class NoiseKey:
         require(0 <= self.seed < 1 << 63, "seed", self.seed, "pass an integer with 0 <= seed < 2**63")
         require(0 <= self.stream < _LIMIT_16, "stream", self.stream, "pass an integer with 0 <= stream < 65536")
         is_ids = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.dim() == 1
-        require(is_ids, "sample_id", _describe(ids), "pass an int64 tensor [B]")
+        require(is_ids, "sample_id", ids, "pass an int64 tensor [B]")
         if isinstance(step, Tensor):
             same = step.dtype == torch.int64 and step.shape == ids.shape
-            require(same, "step", _describe(step), f"pass an int or an int64 tensor {list(ids.shape)}, as sample_id")
+            require(same, "step", step, "pass an int, or an int64 tensor [B] as sample_id")
             if values_are_readable(step):
                 inside = bool(((step >= 0) & (step < _LIMIT_16)).all())
-                require(inside, "step", step.tolist(), "keep 0 <= step < 65536")
+                require(inside, "step", step, "keep 0 <= step < 65536")
         else:
             require(0 <= step < _LIMIT_16, "step", step, "keep 0 <= step < 65536")
 
@@ -126,7 +126,3 @@ def _box_muller(word_0: Tensor, word_1: Tensor) -> tuple[Tensor, Tensor]:
     u0, u1 = (((word >> 8).double() + 0.5) * 2.0**-24 for word in (word_0, word_1))
     radius, angle = torch.sqrt(-2.0 * torch.log(u0)), u1 * (2.0 * math.pi)
     return (radius * torch.cos(angle)).float(), (radius * torch.sin(angle)).float()
-
-
-def _describe(value: object) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -107,7 +107,7 @@ def cfg_combine(v_pos: Tensor, v_neg: Tensor, scale: float | Tensor, rescale: bo
     require_latents(v_pos, "v_pos")
     require_float(v_neg, "v_neg", v_pos.device)
     require_shape(v_neg, "v_neg", tuple(v_pos.shape))
-    require(v_neg.dtype == v_pos.dtype, "v_neg", v_neg.dtype, f"pass {v_pos.dtype}, as v_pos")
+    require(v_neg.dtype == v_pos.dtype, "v_neg", v_neg, f"pass {v_pos.dtype}, as v_pos")
     if isinstance(scale, Tensor):
         require_float(scale, "scale", v_pos.device)
         require_shape(scale, "scale", (v_pos.shape[0],))

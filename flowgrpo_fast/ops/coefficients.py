@@ -32,7 +32,7 @@ class StepCoefficients:
     def __post_init__(self) -> None:
         for field, value in (("a", self.a), ("b", self.b), ("s", self.s)):
             ok = value.dtype == torch.float32 and value.dim() == 1 and value.shape == self.a.shape
-            require(ok, field, f"{value.dtype} {list(value.shape)}", "pass fp32 tensors a, b, s of one shape [B]")
+            require(ok, field, value, "pass fp32 tensors a, b, s of one shape [B]")
             require_device(value, field, self.a.device)
             require_detached(value, field)
 
@@ -46,9 +46,7 @@ class StepCoefficients:
     def expanded(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """a, b, s as contiguous [B] tensors for a batch x, checked against it."""
         batch, length = x.shape[0], self.a.shape[0]
-        require(
-            length in (1, batch), "coef", f"{length} samples", f"pass coefficients for 1 or {batch} samples, as x has"
-        )
+        require(length in (1, batch), "coef", self.a, "pass coefficients for one sample, or for as many as x has")
         require_device(self.a, "coef", x.device)
         a, b, s = (value.expand(batch).contiguous() for value in (self.a, self.b, self.s))
         return a, b, s

@@ -86,15 +86,15 @@ def group_advantage(
     Raises ValueError for wrong shapes, dtypes, devices, or a negative eps or clip. Source: flow_grpo's PerPromptStatTracker.
     """
     require_float(rewards, "rewards")
-    require(rewards.dim() == 1, "rewards", f"shape {list(rewards.shape)}", "pass [B]")
-    require(group.dtype == torch.int64, "group", group.dtype, "pass int64 ids")
+    require(rewards.dim() == 1, "rewards", rewards, "pass [B]")
+    require(group.dtype == torch.int64, "group", group, "pass int64 ids")
     require_shape(group, "group", tuple(rewards.shape))
     require_device(group, "group", rewards.device)
     require_choice(normalize, "normalize", NORMALIZE)
     require(eps >= 0, "eps", eps, "pass eps >= 0")
     require(clip is None or clip > 0, "clip", clip, "pass clip > 0, or None for no bound")
     if valid is not None:
-        require(valid.dtype == torch.bool, "valid", valid.dtype, "pass a bool tensor")
+        require(valid.dtype == torch.bool, "valid", valid, "pass a bool tensor")
         require_shape(valid, "valid", tuple(rewards.shape))
         require_device(valid, "valid", rewards.device)
     return _group_advantage(rewards.detach(), group, valid, normalize, eps, math.inf if clip is None else clip)

@@ -66,7 +66,7 @@ def policy_loss_reference(
     clipped = clipped_low | clipped_high
     effective = torch.where(clipped, r1.clamp(-clip_low, clip_high), r1)
     loss = _total((-advantage - advantage * effective) * scale)
-    inert = clipped | (bounded != log_r)
+    inert = clipped | (log_r.abs() > LOG_RATIO_BOUND)  # false for NaN, whose gradient must stay NaN
     grad = torch.where(inert, 0.0, (-advantage - advantage * r1) * scale).to(log_ratio.dtype)
 
     sums = [_total(value.to(dtype)) for value in (r1, clipped_low, clipped_high, r1 - bounded, advantage)]
@@ -140,21 +140,21 @@ def policy_loss(
     Raises ValueError for wrong shapes, dtypes or devices, for a negative clip, and where old_log_prob or adv require grad.
     """
     ratio = _log_ratio(log_prob, old_log_prob, log_ratio)
-    require(ratio.dim() in (1, 2), "log_prob", f"shape {list(ratio.shape)}", "pass [B] or [B, T]")
+    require(ratio.dim() in (1, 2), "log_prob", ratio, "pass [B] or [B, T]")
     full = tuple(ratio.shape)
     batch, last = full[:1], full[-1:]
     require_float(adv, "adv", ratio.device)
-    require_shape(adv, "adv", *dict.fromkeys((batch, full)))
+    require_shape(adv, "adv", batch, full)
     require_detached(adv, "adv")
     for field, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
         require(0 <= clip < math.inf, field, clip, "pass a finite bound on |ratio - 1|, >= 0")
     if step_weight is not None:
         require_float(step_weight, "step_weight", ratio.device)
-        require_shape(step_weight, "step_weight", *dict.fromkeys((last, full)))
+        require_shape(step_weight, "step_weight", last, full)
         require_detached(step_weight, "step_weight")
     if mask is not None:
-        require(mask.dtype == torch.bool, "mask", mask.dtype, "pass a bool tensor")
-        require_shape(mask, "mask", *dict.fromkeys((batch, full)))
+        require(mask.dtype == torch.bool, "mask", mask, "pass a bool tensor")
+        require_shape(mask, "mask", batch, full)
         require_device(mask, "mask", ratio.device)
     total = _denominator(denominator, ratio)
     loss, metrics, _ = _policy_loss(ratio, adv, step_weight, mask, total, clip_low, clip_high)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from flowgrpo_fast.config import SigmasConfig
 from flowgrpo_fast.models.base import ModelAdapter, PromptEmbeds, PromptTokens
 from flowgrpo_fast.ops import STREAM_INITIAL, NoiseKey, philox_normal
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
-from flowgrpo_fast.rollout.denoise import denoise
+from flowgrpo_fast.rollout.denoise import Velocity, denoise
 from flowgrpo_fast.schedule import window_step_index
 
 DECODE_BATCH = 32
@@ -43,7 +44,7 @@ class InProcessRollout:
         positive = adapter.encode(stack_tokens([r.tokens for r in requests]))
         negative = self._encode_negative(requests) if sampling.guidance_scale > 1 else None
 
-        def velocity_of(prompt_of: list[int]):  # noqa: ANN202
+        def velocity_of(prompt_of: list[int]) -> Velocity:
             def velocity(x: Tensor, sigma: Tensor, rows: list[int]) -> Tensor:
                 text = positive.rows([prompt_of[row] for row in rows])
                 other = None if negative is None else negative.repeated(len(rows))
@@ -51,7 +52,7 @@ class InProcessRollout:
 
             return velocity
 
-        solver = dict(rule=sampling.rule, noise_level=sampling.noise_level, seed=sampling.seed)
+        solver: dict[str, Any] = dict(rule=sampling.rule, noise_level=sampling.noise_level, seed=sampling.seed)
         shape = adapter.latent_shape(height, width)
         if sampling.initial_noise == "group":
             # Same prompt, same noise, no SDE noise before the window: the steps before the group's first window are one trajectory.
