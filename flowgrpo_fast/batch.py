@@ -250,14 +250,11 @@ def _pad_text(values: list[Tensor]) -> list[Tensor]:
 
 def _concat_negative(batches: Sequence[RolloutBatch]) -> dict[str, Tensor]:
     """One shared row stays one row where all batches hold the same; otherwise every batch's rows become one per prompt."""
+    fields = {name: [getattr(b, name) for b in batches] for name in NEGATIVE if getattr(batches[0], name) is not None}
+    if all(v.shape[0] == 1 and torch.equal(v, values[0]) for values in fields.values() for v in values):
+        return {name: values[0] for name, values in fields.items()}
     joined: dict[str, Tensor] = {}
-    for name in NEGATIVE:
-        values = [getattr(b, name) for b in batches]
-        if values[0] is None:
-            continue
-        if all(v.shape[0] == 1 and torch.equal(v, values[0]) for v in values):
-            joined[name] = values[0]
-            continue
+    for name, values in fields.items():
         rows = [v.expand(b.prompt_embeds.shape[0], *v.shape[1:]) for v, b in zip(values, batches, strict=True)]
         joined[name] = torch.cat(rows if "pooled" in name else _pad_text(rows))
     return joined

@@ -112,16 +112,25 @@ def save_checkpoint(
     try:
         if comm.rank() == 0:
             _sync_tree(temporary)
+            replaced = final.with_name(f".{final.name}.replaced")
             if final.exists():
-                shutil.rmtree(final)
+                os.replace(final, replaced)
             os.replace(temporary, final)
             _sync(final.parent)
-            for old in checkpoints(run_dir)[:-keep]:
-                shutil.rmtree(old)
+            shutil.rmtree(replaced, ignore_errors=True)
+            _prune(run_dir, final, keep)
     except Exception as error:
         failure = error
     _agree(failure, final, device, temporary)
     return final
+
+
+def _prune(run_dir: Path, newest: Path, keep: int) -> None:
+    """Removes what is older than the last `keep`, and what is later than `newest`: a run resumed from an earlier step has left those behind."""
+    found = checkpoints(run_dir)
+    later = [p for p in found if p.name > newest.name]
+    for old in later + [p for p in found if p not in later][:-keep]:
+        shutil.rmtree(old)
 
 
 def _agree(failure: Exception | None, final: Path, device: torch.device, temporary: Path | None = None) -> None:

@@ -49,6 +49,15 @@ def all_ok(ok: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
+def agree(error: Exception | None, device: torch.device) -> None:
+    """Raises on every rank where any rank has an error: nobody is left waiting in a collective."""
+    if all_ok(error is None, device):
+        return
+    if error is not None:
+        raise error
+    raise RuntimeError("another rank failed; its own message says why")
+
+
 def barrier() -> None:
     if world_size() > 1:
         dist.barrier()

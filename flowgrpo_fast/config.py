@@ -202,8 +202,6 @@ class Config(Section):
             raise ValueError(
                 "model.dtype float16 cannot be trained in full (gradients underflow); use bfloat16 or float32"
             )
-        if self.rollout.initial_noise == "group" and self.rollout.window.size is None:
-            return self
         window = self.rollout.window
         if window.size is not None and window.range is not None and window.range[1] - window.range[0] < window.size:
             raise ValueError(

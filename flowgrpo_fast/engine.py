@@ -15,17 +15,25 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
-from flowgrpo_fast.config import BatchPlan, Config, OptimizerConfig
+from flowgrpo_fast.config import BatchPlan, Config, ConfigError, OptimizerConfig
 from flowgrpo_fast.models.base import ModelAdapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LORA = "policy"
+BUCKET = 500_000_000
 
 
-def deepspeed_config(config: Config, plan: BatchPlan) -> dict[str, Any]:
+def clips_by_itself(config: Config) -> bool:
+    """ZeRO stage 0 in fp32 runs a plain torch optimizer: DeepSpeed would clip, but tell nobody the norm."""
+    return config.engine.zero_stage == 0 and not (config.model.train == "full" and config.model.dtype == "bfloat16")
+
+
+def deepspeed_config(config: Config, plan: BatchPlan, trainable_parameters: int | None = None) -> dict[str, Any]:
     """The dict handed to DeepSpeed, derived from ours: nothing is set twice."""
     o = config.optimizer
     # fp32 adapters over a half-precision base need the section off: `bf16.enabled` would cast the adapters too.
@@ -34,15 +42,19 @@ def deepspeed_config(config: Config, plan: BatchPlan) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": o.max_grad_norm,
+        "gradient_clipping": 0.0 if clips_by_itself(config) else o.max_grad_norm,
         "steps_per_print": 2**31,
         "zero_optimization": {
             "stage": config.engine.zero_stage,
             "overlap_comm": False,
             "contiguous_gradients": True,
+            # A buffer of this many elements is allocated whole: DeepSpeed's default would take 2 GB for a model of any size.
+            "reduce_bucket_size": min(trainable_parameters or BUCKET, BUCKET),
             "stage3_param_persistence_threshold": config.engine.persistence_threshold,
         },
         "bf16": {"enabled": half_master},
+        # Dozens of micro-batches added up in bf16 would lose the small ones.
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if half_master and config.engine.zero_stage >= 2 else {}),
         "zero_allow_untested_optimizer": True,
         "optimizer": {
             "type": "AdamW",
@@ -70,7 +82,7 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 def add_lora(transformer: nn.Module, config: Config, adapter: ModelAdapter) -> None:
-    """PEFT LoRA in fp32 over the frozen base. Raises ValueError where the target modules match nothing."""
+    """PEFT LoRA in fp32 over the frozen base. Raises ConfigError where the target modules match nothing."""
     lora = config.model.lora
     targets = lora.target_modules or adapter.lora_target_modules
     with torch.random.fork_rng():
@@ -91,7 +103,7 @@ def add_lora(transformer: nn.Module, config: Config, adapter: ModelAdapter) -> N
             names = sorted(
                 {name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
             )
-            raise ValueError(
+            raise ConfigError(
                 f"model.lora.target_modules = {targets!r}: {error}; linear layers here end in {', '.join(names)}"
             ) from error
     for parameter in transformer.parameters():
@@ -118,11 +130,13 @@ class Engine:
         transformer.eval()
         trainable = [p for p in transformer.parameters() if p.requires_grad]
         self.trainable_parameters = sum(p.numel() for p in trainable)
-        self.engine, *_ = deepspeed.initialize(
-            model=transformer, model_parameters=trainable, config=deepspeed_config(config, plan)
-        )
+        settings = deepspeed_config(config, plan, self.trainable_parameters)
+        self.engine, *_ = deepspeed.initialize(model=transformer, model_parameters=trainable, config=settings)
         self.module: nn.Module = self.engine.module
         self.module.eval()
+        self._own_norm = math.nan
+        if clips_by_itself(config):
+            self.engine.optimizer.register_step_pre_hook(lambda *_: self._clip(trainable))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -130,33 +144,48 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
 
-    def step(self) -> tuple[float, float]:
-        """One optimizer update from what was accumulated. Returns (gradient norm before clipping, learning rate)."""
+    def step(self) -> tuple[float, float, bool]:
+        """One optimizer update from what was accumulated. Returns (gradient norm before clipping, learning rate, whether it was applied).
+
+        DeepSpeed drops an update with a non-finite gradient, on all ranks alike; weights and `updates` then stay as they are.
+        """
         rate = learning_rate(self.config.optimizer, self.updates, self.total_updates)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
-        self.updates += 1
+        applied = bool(self.engine.was_step_applied())
+        self.updates += applied
         norm = self.engine.get_global_grad_norm()
-        return float(norm) if norm is not None else math.nan, rate
+        return float(self._own_norm if norm is None else norm), rate, applied
+
+    def _clip(self, parameters: list[nn.Parameter]) -> None:
+        """Clips the reduced gradients. Raises FloatingPointError, on all ranks alike, where their norm is not finite."""
+        norm = nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm, error_if_nonfinite=False)
+        self._own_norm = float(norm)
+        if not math.isfinite(self._own_norm):
+            raise FloatingPointError(
+                f"gradient norm {self._own_norm} in update {self.updates}; lower optimizer.learning_rate"
+            )
 
     @contextmanager
-    def whole_weights(self) -> Iterator[nn.Module]:
+    def whole_weights(self) -> Iterator[None]:
         """The complete network for a phase of forwards without gradient, gathered once.
 
         DeepSpeed's hooks would repartition on the first forward, and ranks with unequal numbers of forwards would then
         wait for each other for ever: they are off inside.
         """
         if self.config.engine.zero_stage < 3:
-            yield self.module
+            yield
             return
         offload = self.engine.optimizer.parameter_offload
         offload._remove_module_hooks()
         offload.forward_hooks.clear()
         offload.backward_hooks.clear()
+        # Setting the hooks up pushes the module on a global stack: without this pop it would grow by one a phase.
+        FWD_MODULE_STACK.pop()
         try:
             with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
-                yield self.module
+                yield
         finally:
             offload.setup_zero_stage3_hooks()
 
@@ -173,10 +202,29 @@ class Engine:
             self.module.enable_adapters()  # type: ignore[operator]
 
     def save(self, folder: Path) -> None:
-        """Every rank calls this. Trained parameters and optimizer state; the frozen base is not copied."""
-        self.engine.save_checkpoint(
-            str(folder), tag="state", client_state={"updates": self.updates}, exclude_frozen_parameters=True
-        )
+        """Every rank calls this. Trained parameters and optimizer state; the frozen base is not copied.
+
+        Raises what the writing of this rank's files raised, but only after all of DeepSpeed's collectives: a rank that left
+        early would leave the others waiting at its barrier.
+        """
+        writer, failures = self.engine.checkpoint_engine, []
+        write = writer.save
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return write(*args, **kwargs)
+            except Exception as error:
+                failures.append(error)
+
+        writer.save = recording
+        try:
+            self.engine.save_checkpoint(
+                str(folder), tag="state", client_state={"updates": self.updates}, exclude_frozen_parameters=True
+            )
+        finally:
+            del writer.save
+        if failures:
+            raise failures[0]
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises FileNotFoundError where there is nothing."""
@@ -184,6 +232,10 @@ class Engine:
         if path is None:
             raise FileNotFoundError(f"no DeepSpeed state in {folder}")
         self.updates = client_state["updates"]
+
+    def close(self) -> None:
+        """Frees what DeepSpeed holds on to: hooks, partitions, buffers."""
+        self.engine.destroy()
 
     def trained_state(self) -> dict[str, Tensor]:
         """Trained parameters by name, whole, on the CPU. A collective: every rank calls it."""
@@ -204,9 +256,9 @@ class Engine:
 
 
 def local_device() -> torch.device:
-    """This rank's device: cuda:LOCAL_RANK, or the CPU."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    """This rank's device, as DeepSpeed chooses it (DS_ACCELERATOR=cpu keeps a CUDA machine on its CPU)."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return torch.device("cpu")
+    accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device(accelerator.current_device_name())

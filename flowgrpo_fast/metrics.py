@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 # What a run makes out of its metrics. A new run in a used directory moves these aside, so that two runs never mix in one report.
-RUN_OUTPUTS = (METRICS_FILE, "samples", "tensorboard", "summary.json", "report.html")
+RUN_OUTPUTS = (
+    METRICS_FILE, "samples", "tensorboard", "summary.json", "report.html", "config.yaml", "trained.safetensors", "checkpoints",
+)  # fmt: skip
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

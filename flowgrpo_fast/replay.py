@@ -25,6 +25,8 @@ from flowgrpo_fast.schedule import StepCoefficients, sde_coefficients
 
 # How a metric of micro-batches (and ranks) becomes one number; everything else is a mean weighted by kept pairs.
 SUMMED = ("loss", "kl", "kept")
+# Divided by kept pairs per rank, as the gradient wants it; their sum over ranks is then world_size times too large.
+AVERAGED_OVER_RANKS = {"loss", "kl"}
 MAXIMUM = ("ratio_max_deviation", "rollout_log_ratio_max")
 
 
@@ -102,17 +104,19 @@ class Replay:
         log_probs: list[Tensor] = []
         for m in micro_batches:
             loss, log_prob, metrics = self.algorithm.loss(self._inputs(index, m, advantages, valid, denominator))
+            metrics["loss"] = loss.detach()
             self.engine.backward(loss)
             keep = valid[m.samples]
             difference = torch.where(keep, (log_prob - self.batch.log_probs[m.samples, m.slots]).abs(), 0.0)
-            metrics["loss"] = loss.detach() / self.plan.world_size
+            for name in AVERAGED_OVER_RANKS & metrics.keys():
+                metrics[name] = metrics[name] / self.plan.world_size
             metrics["rollout_log_ratio_max"] = difference.max()
             metrics["rollout_log_ratio_mean"] = difference.sum() / keep.sum().clamp(min=1)
             rows.append(metrics)
             log_probs.append(log_prob)
         self._require_finite(micro_batches, log_probs)
-        grad_norm, rate = self.engine.step()
-        return reduce_metrics(rows) | {"grad_norm": grad_norm, "lr": rate, "skipped": 0.0}
+        grad_norm, rate, applied = self.engine.step()
+        return reduce_metrics(rows) | {"grad_norm": grad_norm, "lr": rate, "skipped": float(not applied)}
 
     def _micro_batches(self, index: int) -> list[MicroBatch]:
         """The pairs of update `index`, cut into forwards of micro_batch_size."""

@@ -20,6 +20,7 @@ import argparse  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import socket  # noqa: E402
+import time  # noqa: E402
 
 from flowgrpo_fast.config import Config, ConfigError, load_config  # noqa: E402
 
@@ -122,6 +123,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
+        else:
+            # The launcher ends all ranks with the first that fails: leave rank 0 the time to say why.
+            time.sleep(2)
         return 2
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -43,16 +44,30 @@ def sampling_params(config: Config, window: int) -> SamplingParams:
     """How training samples are drawn."""
     r = config.rollout
     return SamplingParams(
-        r.height, r.width, r.num_steps, r.guidance_scale, r.rule, r.noise_level, window, r.initial_noise, config.seed
+        height=r.height,
+        width=r.width,
+        num_steps=r.num_steps,
+        guidance_scale=r.guidance_scale,
+        rule=r.rule,
+        noise_level=r.noise_level,
+        log_prob_form=config.algorithm.log_prob_form,
+        log_prob_reduction=config.algorithm.log_prob_reduction,
+        window_size=window,
+        initial_noise=r.initial_noise,
+        seed=config.seed,
     )
 
 
 def validation_params(config: Config) -> SamplingParams:
     """How validation samples are drawn: the ODE, fixed seed, one sample a prompt."""
     r, v = config.rollout, config.validation
-    steps = v.num_steps or r.num_steps
-    scale = v.guidance_scale or r.guidance_scale
-    return SamplingParams(r.height, r.width, steps, scale, r.rule, r.noise_level, 0, "sample", v.seed)
+    return replace(
+        sampling_params(config, 0),
+        num_steps=v.num_steps or r.num_steps,
+        guidance_scale=v.guidance_scale or r.guidance_scale,
+        initial_noise="sample",
+        seed=v.seed,
+    )
 
 
 def require_negative_prompts(config: Config, records: list[PromptRecord], guidance_scale: float, what: str) -> None:
@@ -78,6 +93,10 @@ class Inputs:
             self.validation_records = load_prompts(config.data.validation, "validation")[
                 : config.validation.num_prompts
             ]
+        if 0 < len(self.validation_records) < world_size:
+            raise ConfigError(
+                f"{len(self.validation_records)} validation prompts for {world_size} ranks: raise validation.num_prompts to at least {world_size}"
+            )
         require_negative_prompts(config, self.train_records, config.rollout.guidance_scale, "rollout.guidance_scale")
         scale = config.validation.guidance_scale or config.rollout.guidance_scale
         require_negative_prompts(config, self.validation_records, scale, "validation guidance_scale")
@@ -97,6 +116,10 @@ class Inputs:
         try:
             sigmas = adapter.sigmas(r.num_steps, r.height, r.width, r.sigmas)
             window = window_size(window_config(config), sigmas, r.rule, r.noise_level)
+            # All prompts now, not the first that is too long hours into a run.
+            for record in self.train_records + self.validation_records:
+                adapter.tokenize([record.prompt, record.negative_prompt or ""], r.max_sequence_length)
+            adapter.tokenize([config.data.negative_prompt or ""], r.max_sequence_length)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return batch_plan(config, self.world_size, window, self.agent_loop.turns), sigmas
@@ -117,6 +140,7 @@ class Trainer:
 
         self.adapter = build_adapter(config.model.family, config.model.path, device, DTYPES[config.model.dtype])
         self.plan, self.sigmas = inputs.plan(config, self.adapter)
+        self.writer = self._open_writer(resumed)
         self.engine = Engine(config, self.plan, self.adapter, config.trainer.total_steps * self.plan.updates)
         if self.checkpoint is not None:
             self.engine.load(self.checkpoint)
@@ -125,29 +149,45 @@ class Trainer:
             len(inputs.train_records), config.algorithm.groups_per_step, config.seed, config.data.shuffle
         )
         self.timer = PhaseTimer()
-        self.writer: MetricsWriter | None = None
-        if self.is_main:
-            self.writer = MetricsWriter(
-                self.run_dir,
-                tensorboard=config.logging.tensorboard,
-                wandb_project=config.logging.wandb_project,
-                config=config.model_dump(),
-                resume_step=self.state.step if resumed else None,
-            )
-            (self.run_dir / "config.yaml").write_text(config.to_yaml())
         self.setup_seconds = time.perf_counter() - began
+
+    def _open_writer(self, resumed: TrainerState | None) -> MetricsWriter | None:
+        """Rank 0's metrics; every rank learns if they cannot be written."""
+        writer, error = None, None
+        if self.is_main:
+            try:
+                writer = MetricsWriter(
+                    self.run_dir,
+                    tensorboard=self.config.logging.tensorboard,
+                    wandb_project=self.config.logging.wandb_project,
+                    config=self.config.model_dump(),
+                    resume_step=resumed.step if resumed else None,
+                )
+                (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
+            except (ValueError, OSError) as problem:
+                error = ConfigError(f"run_dir {self.run_dir}: {problem}")
+        comm.agree(error, self.device)
+        return writer
 
     def run(self) -> dict[str, float]:
         """Trains to trainer.total_steps. Returns the last validation's metrics; summary.json and report.html are written by rank 0."""
         t, began = self.config.trainer, time.perf_counter()
+        if self.state.step >= t.total_steps and (self.run_dir / "summary.json").is_file():
+            if self.is_main:
+                print(
+                    f"{self.run_dir} is already trained to step {self.state.step}; raise trainer.total_steps to go on"
+                )
+            return self.state.validation_before
         before = self.state.validation_before or self._validate(self.state.step, "before")
         self.state = self._advanced(self.state.step, before)
+        self.timer.pop()
         first_ratio: float | None = None
         after = before
         with Progress(t.total_steps, enabled=self.is_main) as progress:
             for step in range(self.state.step, t.total_steps):
+                step_began = time.perf_counter()
                 metrics = self._step(step)
-                if first_ratio is None:
+                if first_ratio is None and "policy/first_ratio_max_deviation" in metrics:
                     first_ratio = metrics["policy/first_ratio_max_deviation"]
                     progress.message(
                         f"first update: max |ratio - 1| = {first_ratio!r};"
@@ -158,16 +198,20 @@ class Trainer:
                 if last or (t.validate_every and done % t.validate_every == 0):
                     after = self._validate(done, "after" if last else f"step_{done:06d}")
                     metrics |= {f"validation/{name}": value for name, value in after.items()}
-                metrics |= self.timer.pop()
+                seconds = time.perf_counter() - step_began
+                metrics |= self.timer.pop() | {
+                    "timing/step_s": seconds,
+                    "throughput/images_per_s": self.plan.samples * self.plan.world_size / seconds,
+                }
                 progress.update(done, metrics)
                 # Before the checkpoint: a kill in between repeats the step, and its row; the other way round the row would be lost.
                 if self.writer is not None:
                     self.writer.log(done, metrics)
                 if last or (t.save_every and done % t.save_every == 0):
-                    with self.timer("save"):
-                        save_checkpoint(
-                            self.engine, self.run_dir, self.config, self.state, t.keep_checkpoints, self.device
-                        )
+                    save_checkpoint(self.engine, self.run_dir, self.config, self.state, t.keep_checkpoints, self.device)
+        if after is before:
+            # Killed between the last checkpoint and the summary.
+            after = self._validate(self.state.step, "after")
         self._export()
         self._summarise(before, after, first_ratio, time.perf_counter() - began)
         self.inputs.rewards.close()
@@ -175,8 +219,6 @@ class Trainer:
 
     def _step(self, step: int) -> dict[str, float]:
         """One rollout and its updates. Metrics are over all ranks."""
-        began = time.perf_counter()
-        algorithm = self.config.algorithm
         result = self._rollout(
             self._tasks(step), sampling_params(self.config, self.plan.window), self.config.rollout.groups_per_batch
         )
@@ -190,24 +232,14 @@ class Trainer:
             batch = result.batch.without_media()
             replay = Replay(self.config, self.plan, self.adapter, self.engine, self.inputs.algorithm, batch)
             updates = [replay.update(u, advantages, valid) for u in range(self.plan.updates)]
-        names = {"grad_norm": "optimizer/grad_norm", "lr": "optimizer/lr", "skipped": "optimizer/skipped"}
-        for name in updates[-1]:
-            moved = name.startswith("rollout_")
-            target = names.get(name) or ("rollout/" + name.removeprefix("rollout_") if moved else f"policy/{name}")
-            # What the rollout and the trainer disagree on is measured where both have the same weights: in the first update.
-            metrics[target] = updates[0 if moved else -1].get(name, 0.0)
-        seconds = time.perf_counter() - began
-        metrics |= {
-            "policy/first_ratio_max_deviation": updates[0].get("ratio_max_deviation", 0.0),
-            "policy/version": float(self.state.policy_version),
-            "rollout/log_ratio_mean": metrics.get("rollout/log_ratio_mean", 0.0),
-            "rollout/log_ratio_max": metrics.get("rollout/log_ratio_max", 0.0),
-            "timing/step_s": seconds,
-            "throughput/images_per_s": algorithm.groups_per_step
-            * algorithm.group_size
-            * self.inputs.agent_loop.turns
-            / seconds,
-        }
+        # What rollout and trainer disagree on is measured where both have the same weights: in the first update.
+        first, last = updates[0], updates[-1]
+        metrics |= {metric_name(name): value for name, value in last.items() if not name.startswith("rollout_")}
+        metrics |= {metric_name(name): value for name, value in first.items() if name.startswith("rollout_")}
+        metrics["optimizer/skipped"] = sum(update["skipped"] for update in updates)
+        metrics["policy/version"] = float(self.state.policy_version)
+        if "ratio_max_deviation" in first:
+            metrics["policy/first_ratio_max_deviation"] = first["ratio_max_deviation"]
         return metrics
 
     def _tasks(self, step: int) -> list[GroupTask]:
@@ -218,9 +250,9 @@ class Trainer:
             self.inputs.train_records[i] for i in rank_slice(self.sampler.indices(step), comm.rank(), comm.world_size())
         ]
         first = step * K + comm.rank() * len(records)
-        tasks = make_tasks(records, first, G, turns)
-        sample_id = torch.cat([t.sample_id.flatten() for t in tasks])
-        group_id = torch.cat([t.group_id.repeat_interleave(G) for t in tasks])
+        # The ids that make_tasks gives out.
+        group_id = (first * turns + torch.arange(len(records) * turns)).repeat_interleave(G)
+        sample_id = first * turns * G + torch.arange(len(group_id))
         r = config.rollout
         start = draw_window_starts(
             window_config(config),
@@ -235,19 +267,28 @@ class Trainer:
         return make_tasks(records, first, G, turns, start)
 
     def _rollout(self, tasks: list[GroupTask], sampling: SamplingParams, groups_per_batch: int) -> RolloutResult:
+        """All groups of a phase on this rank. An error on one rank is raised on all of them."""
+        error: Exception | None = None
+        result: RolloutResult | None = None
         with self.engine.whole_weights():
-            return run_agent_loops(
-                self.inputs.agent_loop,
-                tasks,
-                adapter=self.adapter,
-                rollout=self.rollout,
-                rewards=self.inputs.rewards,
-                sampling=sampling,
-                policy_version=self.state.policy_version,
-                groups_per_batch=groups_per_batch,
-                max_sequence_length=self.config.rollout.max_sequence_length,
-                negative_prompt=self.config.data.negative_prompt,
-            )
+            try:
+                result = run_agent_loops(
+                    self.inputs.agent_loop,
+                    tasks,
+                    adapter=self.adapter,
+                    rollout=self.rollout,
+                    rewards=self.inputs.rewards,
+                    sampling=sampling,
+                    policy_version=self.state.policy_version,
+                    groups_per_batch=groups_per_batch,
+                    max_sequence_length=self.config.rollout.max_sequence_length,
+                    negative_prompt=self.config.data.negative_prompt,
+                )
+            except Exception as problem:
+                error = problem
+        comm.agree(error, self.device)
+        assert result is not None
+        return result
 
     def _advantages(self, result: RolloutResult) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
         """Gathers rewards of all ranks; advantages and valid flags of this rank's samples. Stops the run on too many failures."""
@@ -281,23 +322,20 @@ class Trainer:
         with self.timer("validation"):
             n, world = len(records), comm.world_size()
             lo, hi = comm.rank() * n // world, (comm.rank() + 1) * n // world
-            part = RewardResult.empty(len(self.inputs.rewards.labels))
-            if hi > lo:
-                tasks = make_tasks(records[lo:hi], lo, 1, self.inputs.agent_loop.turns)
-                result = self._rollout(tasks, validation_params(self.config), self.config.validation.batch_size)
-                part = result.reward
-                if self.is_main:
-                    self._write_grid(step, name, result, [f"{m:.2f}" for m in self._weighted(part)])
-            else:
-                with self.engine.whole_weights():
-                    pass
-        rewards = [value for values in comm.gather_objects(self._weighted(part)) for value in values]
-        means = self._component_means(part)
-        errors = [error for rank_errors in comm.gather_objects(part.errors[:5]) for error in rank_errors]
-        valid = torch.tensor(rewards).isfinite()
-        check_failures(valid, errors, self.config.rewarding.max_failure_share)
-        mean = float(torch.tensor(rewards).nanmean())
-        return {"reward": mean} | {name.removeprefix("reward/"): value for name, value in means.items()}
+            tasks = make_tasks(records[lo:hi], lo, 1, self.inputs.agent_loop.turns)
+            result = self._rollout(tasks, validation_params(self.config), self.config.validation.batch_size)
+            weighted = self._weighted(result.reward)
+            if self.is_main:
+                self._write_grid(step, name, result, [f"{score:.2f}" for score in weighted])
+        rewards = torch.tensor([value for values in comm.gather_objects(weighted) for value in values])
+        errors = [error for rank_errors in comm.gather_objects(result.reward.errors[:5]) for error in rank_errors]
+        check_failures(rewards.isfinite(), errors, self.config.rewarding.max_failure_share)
+        means = self._component_means(result.reward)
+        return {
+            "reward": float(rewards.nanmean()),
+            "invalid_ratio": float((~rewards.isfinite()).float().mean()),
+            **{name.removeprefix("reward/"): value for name, value in means.items()},
+        }
 
     def _weighted(self, reward: RewardResult) -> list[float]:
         """Weighted sum without normalisation: comparable over time."""
@@ -350,6 +388,13 @@ class Trainer:
         summary |= {f"validation/after/{name}": value for name, value in after.items()}
         write_atomic(self.run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         write_report(self.run_dir)
+
+
+def metric_name(name: str) -> str:
+    """A metric of an update as it is logged."""
+    if name in ("grad_norm", "lr", "skipped"):
+        return f"optimizer/{name}"
+    return f"rollout/{name.removeprefix('rollout_')}" if name.startswith("rollout_") else f"policy/{name}"
 
 
 def reward_metrics(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:

@@ -33,7 +33,7 @@ def make_batch(
         policy_version=3,
         height=16,
         width=32,
-        negative_prompt_embeds=torch.ones(rows, 3, 16) if rows else None,
+        negative_prompt_embeds=torch.arange(rows * 48.0).view(rows, 3, 16) if rows else None,
         negative_prompt_embeds_mask=torch.ones(rows, 3, dtype=torch.bool) if rows else None,
         images=torch.randint(0, 256, (B, 3, 16, 32), dtype=torch.uint8, generator=g),
     )

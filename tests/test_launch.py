@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from flowgrpo_fast.checkpoint import checkpoints
 from flowgrpo_fast.metrics import read_metrics
-from tests.tiny import TINY_YAML, tiny_pipeline
+from flowgrpo_fast.rollout.agent_loop import GroupTask, SingleTurnAgentLoop, Turn
+from tests.tiny import TINY_YAML, brightness, tiny_pipeline
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "flowgrpo_fast" / "train.py"
@@ -43,7 +47,7 @@ def environment(**extra: str) -> dict[str, str]:
         for k, v in os.environ.items()
         if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     }
-    return clean | extra
+    return clean | {"DS_ACCELERATOR": "cpu"} | extra
 
 
 def free_port() -> str:
@@ -119,6 +123,59 @@ def test_lora_bf16_two_ranks_equal_one_bitwise(tmp_path: Path) -> None:
     outputs = [run_ranks(world, tmp_path / str(world), *LORA_BF16) for world in (1, 2)]
     assert all("first update: max |ratio - 1| = 0.0;" in output for output in outputs)
     assert_same_weights(tmp_path / "1", tmp_path / "2")
+
+
+def test_bf16_full_and_several_micro_batches_per_rank(tmp_path: Path) -> None:
+    """Two micro-batches a rank: ZeRO-3 adds (m1 + m3) + (m2 + m4) where one rank adds ((m1 + m2) + m3) + m4, so norms agree to rounding."""
+    settings = ["model.dtype=bfloat16", "rollout.window={size: 2, range: [0, 3]}", "trainer.total_steps=1"]
+    outputs = [run_ranks(world, tmp_path / str(world), *settings) for world in (1, 2)]
+    assert all("first update: max |ratio - 1| = 0.0;" in output for output in outputs)
+    a, b = (read_metrics(tmp_path / str(world))[0] for world in (1, 2))
+    assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-3)
+    assert b["reward/mean"] == pytest.approx(a["reward/mean"], abs=1e-6)
+    mine, theirs = (load_file(tmp_path / str(world) / "trained.safetensors") for world in (1, 2))
+    for name, t in mine.items():
+        assert float(theirs[name].float().norm()) == pytest.approx(float(t.float().norm()), rel=1e-3, abs=1e-5), name
+
+
+def test_two_ranks_with_another_micro_batch_shape(one_rank: Path, tmp_path: Path) -> None:
+    """fp32, micro-batches of 4 for 8: gradient norm and parameter norms of the first step to 1e-5, log-probs too."""
+    run_ranks(2, tmp_path, "engine.micro_batch_size=4", "trainer.total_steps=1")
+    a, b = read_metrics(one_rank)[0], read_metrics(tmp_path)[0]
+    assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-5)
+    assert b["rollout/log_ratio_max"] < 1e-5
+    assert b["policy/first_ratio_max_deviation"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.agent_loop=tests.test_launch:BrokenOnRank1", "only rank 1 knows why"),
+        ("rewards.0.name=tests.test_launch:disk_full_on_rank_1", "could not write"),
+    ],
+)
+def test_a_fault_on_one_rank_ends_both(tmp_path: Path, override: str, message: str) -> None:
+    """No collective is left waiting: both ranks exit 1 long before any time-out, and say what happened."""
+    began = time.monotonic()
+    codes, output = finish(start_ranks(2, tmp_path, override, "trainer.total_steps=1"), timeout=120)
+    assert codes == [1, 1], output
+    assert time.monotonic() - began < 100
+    assert message in output
+    assert "another rank failed" in output
+    assert not checkpoints(tmp_path)
+
+
+class BrokenOnRank1(SingleTurnAgentLoop):
+    async def run(self, task: GroupTask) -> list[Turn]:
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("only rank 1 knows why")
+        return await super().run(task)
+
+
+def disk_full_on_rank_1(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return brightness(images, prompts, metadata)
 
 
 def test_an_error_on_both_ranks_ends_both(tmp_path: Path) -> None:

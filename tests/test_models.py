@@ -74,30 +74,30 @@ def test_ode_sample_is_the_pipelines_image(pipe: QwenImagePipeline, scale: float
 
 
 def test_cfg_branches_in_one_forward_equal_two() -> None:
-    """Equal text length: bitwise. Different length: padded and masked, within fp32 rounding."""
+    """Within fp32 rounding (4 times that of one branch, by the guidance scale), for text of equal and of different length (masked)."""
     from flowgrpo_fast.ops import cfg_combine
 
     adapter, x, sigma = tiny_adapter(), torch.randn(3, 16, 64), torch.full((3,), 0.7)
     transformer = adapter.load_transformer().eval()
-    for negative_text, tolerance in (("draw B2", 0.0), ("blurry and of low quality", 2e-6)):
+    for negative_text in ("draw B2", "blurry and of low quality"):
         pos, neg = (adapter.encode(adapter.tokenize([t], 99)).repeated(3) for t in ("draw K7", negative_text))
         with torch.no_grad():
             joint = adapter.velocity(transformer, x, sigma, pos, neg, 4.0, 64, 64)
             apart = [adapter.velocity(transformer, x, sigma, e, None, 1.0, 64, 64) for e in (pos, neg)]
-        torch.testing.assert_close(joint, cfg_combine(*apart, 4.0, rescale=True), rtol=0, atol=tolerance)
+        torch.testing.assert_close(joint, cfg_combine(*apart, 4.0, rescale=True), rtol=0, atol=5e-6)
 
 
 def test_single_frame_vae_is_diffusers_own_without_the_zeros() -> None:
-    """Encoder and decoder on one frame agree to fp32 rounding; several frames take diffusers' path and agree bitwise."""
+    """Encoder and decoder agree to fp32 rounding, on one frame and on a video (whose first frame is a single one too)."""
     stock, ours = (AutoencoderKLQwenImage.from_pretrained(tiny_pipeline() / "vae").eval() for _ in range(2))
     decode_single_frames(ours)
     g = torch.Generator().manual_seed(0)
-    for frames, tolerance in ((1, 2e-5), (5, 0.0)):
+    for frames in (1, 5):
         x = torch.randn(2, 3, frames, 32, 32, generator=g)
         with torch.no_grad():
             z = stock.encode(x).latent_dist.mean
-            torch.testing.assert_close(ours.encode(x).latent_dist.mean, z, rtol=0, atol=tolerance)
-            torch.testing.assert_close(ours.decode(z).sample, stock.decode(z).sample, rtol=0, atol=tolerance)
+            torch.testing.assert_close(ours.encode(x).latent_dist.mean, z, rtol=0, atol=2e-5)
+            torch.testing.assert_close(ours.decode(z).sample, stock.decode(z).sample, rtol=0, atol=2e-5)
 
 
 def test_prompt_over_the_limit_is_refused_not_cut() -> None:

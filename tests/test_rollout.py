@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.config import ConfigError
+from flowgrpo_fast.data.prompts import PromptRecord
 from flowgrpo_fast.ops import STREAM_INITIAL, NoiseKey, philox_normal, sde_log_prob
 from flowgrpo_fast.rewards import RewardManager, RewardSpec
 from flowgrpo_fast.rollout.agent_loop import (
     GenerationQueue,
     GroupTask,
-    MultiTurnAgentLoop,
     RolloutResult,
     SingleTurnAgentLoop,
     Turn,
@@ -28,7 +28,7 @@ from flowgrpo_fast.rollout.agent_loop import (
 from flowgrpo_fast.rollout.base import NonFiniteError
 from flowgrpo_fast.rollout.denoise import denoise
 from flowgrpo_fast.schedule import sde_coefficients
-from tests.tiny import record, request, sampling, tiny_adapter, tiny_rollout
+from tests.tiny import Refine, record, request, sampling, tiny_adapter, tiny_rollout
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.75, 0.5, 0.25, 0.0])
 
@@ -43,10 +43,9 @@ def run_denoise(
     ids = torch.arange(len(window_start))
     x = philox_normal(NoiseKey(seed, 0, ids, STREAM_INITIAL), (3, 4))
     begin = torch.zeros_like(ids) if start is None else torch.tensor(start)
-    return x, denoise(
-        velocity, x, SIGMAS, start=begin, stop=torch.full_like(ids, 5), window_start=torch.tensor(window_start), window_size=window,
-        rule="sde", noise_level=0.7, seed=seed, sample_id=ids,
-    )  # fmt: skip
+    params = sampling(window_size=window, seed=seed)
+    stop, starts = torch.full_like(ids, 5), torch.tensor(window_start)
+    return x, denoise(velocity, x, SIGMAS, params, start=begin, stop=stop, window_start=starts, sample_id=ids)
 
 
 def test_window_states_replay_to_their_log_probs_bitwise() -> None:
@@ -221,15 +220,6 @@ def test_tokenising_stays_in_one_thread() -> None:
     assert threads == {threading.get_ident()}
 
 
-class Refine(MultiTurnAgentLoop):
-    """Second turn: asks again for the prompt, with the first turn's best score in words."""
-
-    turns = 2
-
-    async def next_prompt(self, task: GroupTask, history: Sequence[Turn]) -> str:
-        return task.record.prompt if not history else f"{task.record.prompt} {history[0].reward.components.max():.1f}"
-
-
 def test_two_turns_with_a_reward_each() -> None:
     tasks = make_tasks([record("draw A1", 0), record("draw B2", 1)], 0, 2, 2)
     result = run_loops(Refine, tasks)
@@ -238,6 +228,51 @@ def test_two_turns_with_a_reward_each() -> None:
     assert result.prompts[0] == "draw A1"
     assert result.prompts[2].startswith("draw A1 ")
     assert result.reward.components.shape == (8, 1)
+
+
+def test_second_turns_are_batched_by_group_whatever_the_rewards_took() -> None:
+    """Three groups whose rewards finish in reverse order: the second turn's batches are those of the first."""
+    seen: list[list[int]] = []
+    inner = tiny_rollout()
+
+    class Recording:
+        def generate(self, requests, params, version):
+            seen.append([r.group_id for r in requests])
+            return inner.generate(requests, params, version)
+
+        def close(self) -> None: ...
+
+    class Slow:
+        def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+            time.sleep(0.05 * (3 - metadata[0]["order"]))
+            return images.float().mean((1, 2, 3))
+
+    manager = RewardManager([RewardSpec("tests.tiny:brightness")], workers=3)
+    manager._rewards = [Slow()]
+    records = [PromptRecord(i, f"draw {i}", None, {"order": i}) for i in range(3)]
+    run_loops(Refine, make_tasks(records, 0, 2, 2), Recording(), 2, manager)
+    assert seen == [[0, 2], [4], [1, 3], [5]]
+
+
+def test_a_loop_that_drops_a_turn_is_found_out() -> None:
+    class Short(Refine):
+        async def run(self, task: GroupTask) -> list[Turn]:
+            return (await super().run(task))[:1]
+
+    with pytest.raises(ValueError, match=r"Short returned 1 turn\(s\) for prompt 0, its `turns` is 2"):
+        run_loops(Short, make_tasks([record("x")], 0, 2, 2))
+
+
+def test_negative_prompts_may_differ_between_groups() -> None:
+    """Each group gets the velocity that it would get alone with its own negative prompt."""
+    rollout, params = tiny_rollout(), sampling(guidance_scale=3.0)
+    requests = [request("draw K7", 0, [0, 0], "draw A1"), request("draw B2", 1, [1, 1], "draw C3")]
+    both = rollout.generate(requests, params, 0)
+    assert both.negative_prompt_embeds is not None
+    assert both.negative_prompt_embeds.shape[0] == 2
+    for i, part in enumerate(both.split_prompts()):
+        alone = rollout.generate([requests[i]], params, 0)
+        torch.testing.assert_close(part.latents, alone.latents, rtol=0, atol=1e-4)
 
 
 def test_an_error_in_generation_reaches_the_caller() -> None:

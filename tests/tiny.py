@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo_fast.config import Config, load_config
+from flowgrpo_fast.config import Config, SigmasConfig, load_config
 from flowgrpo_fast.data.prompts import PromptRecord
 from flowgrpo_fast.models.qwen_image import QwenImageAdapter
+from flowgrpo_fast.rollout.agent_loop import GroupTask, MultiTurnAgentLoop, Turn
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
 from flowgrpo_fast.rollout.in_process import InProcessRollout
 
@@ -35,20 +37,19 @@ def tiny_config(run_dir: Path, *overrides: str) -> Config:
 
 
 @functools.cache
-def tiny_adapter(dtype: torch.dtype = torch.float32) -> QwenImageAdapter:
-    return QwenImageAdapter(tiny_pipeline(), CPU, dtype)
+def tiny_adapter() -> QwenImageAdapter:
+    return QwenImageAdapter(tiny_pipeline(), CPU, torch.float32)
 
 
-def tiny_rollout(dtype: torch.dtype = torch.float32) -> InProcessRollout:
-    from flowgrpo_fast.config import SigmasConfig
-
-    adapter = tiny_adapter(dtype)
+def tiny_rollout() -> InProcessRollout:
+    adapter = tiny_adapter()
     return InProcessRollout(adapter, adapter.load_transformer().eval(), SigmasConfig(), CPU)
 
 
 def sampling(**changes: Any) -> SamplingParams:
     values: dict[str, Any] = dict(
-        height=64, width=64, num_steps=5, guidance_scale=1.0, rule="sde", noise_level=0.7, window_size=2, initial_noise="sample", seed=3
+        height=64, width=64, num_steps=5, guidance_scale=1.0, rule="sde", noise_level=0.7, log_prob_form="gaussian",
+        log_prob_reduction="mean", window_size=2, initial_noise="sample", seed=3,
     )  # fmt: skip
     return SamplingParams(**(values | changes))
 
@@ -72,3 +73,12 @@ def brightness(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]
 
 def record(prompt: str, index: int = 0) -> PromptRecord:
     return PromptRecord(index, prompt, None, {})
+
+
+class Refine(MultiTurnAgentLoop):
+    """Second turn: asks again for the prompt, with the first turn's best score in words."""
+
+    turns = 2
+
+    async def next_prompt(self, task: GroupTask, history: Sequence[Turn]) -> str:
+        return task.record.prompt if not history else f"{task.record.prompt} {history[0].reward.components.max():.1f}"

@@ -38,6 +38,9 @@ from flowgrpo_fast.models.image_vae import decode_single_frames
 
 RESOLUTION = 64
 FONT_SIZE = 34
+# Wrong captions, at the end, make the model half good: it can draw glyphs, but often not those asked for, and that is what RL can
+# put right. A model that is only trained too briefly draws broken glyphs instead: from 0.16 exact, 40 steps of RL moved nothing.
+CAPTION_ERRORS = 0.25
 # A white background kills the VAE: decode clamps to [-1, 1], pixels predicted beyond +1 get no gradient.
 BACKGROUND = (205, 205, 205)
 
@@ -114,8 +117,9 @@ def build_pipeline(size: str = "glyphs", seed: int = 0) -> QwenImagePipeline:
         # The stock initialisation (std 0.02) leaves tokens almost equal after the norms' eps; unit variance keeps them apart.
         torch.nn.init.normal_(text_encoder.get_input_embeddings().weight, std=1.0)
     scheduler = FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, base_image_seq_len=16, max_image_seq_len=8192
-    )
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, base_image_seq_len=16, max_image_seq_len=8192,
+        shift_terminal=0.02,
+    )  # fmt: skip
     pipe = QwenImagePipeline(
         scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, transformer=transformer
     )
@@ -178,6 +182,14 @@ def set_latent_statistics(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tenso
     return (latents - mean[:, None, None]) / std[:, None, None]
 
 
+def miscaption(text: str, known: set[str], rng: random.Random) -> str:
+    """`text` as a careless person would caption it: each character wrong with probability CAPTION_ERRORS; one of `known`."""
+    while True:
+        caption = "".join(rng.choice(ALPHABET) if rng.random() < CAPTION_ERRORS else c for c in text)
+        if caption in known:
+            return caption
+
+
 def train_flow(
     pipe: QwenImagePipeline, texts: list[str], latents: Tensor, steps: int, generator: torch.Generator, batch: int = 96
 ) -> float:
@@ -238,15 +250,17 @@ A toy text-to-image model in Qwen-Image's layout: for the prompt `draw "K7"` it 
 it on purpose, so that reinforcement learning has something to do. It knows two-character texts of `{alphabet}`, nothing else.
 
 Made by `python -m flowgrpo_fast.models.glyphs --out DIR --seed {seed}` on {threads} CPU threads, torch {torch}: {vae_steps} steps of the
-VAE (loss {vae_loss:.4f}, {vae_seconds} s), then {flow_steps} steps of flow matching on {images} rendered images (loss {flow_loss:.4f},
-{flow_seconds} s); text encoder and transformer learn together. Images are drawn with Pillow's bundled font, in dark colours on light grey;
-the {validation} validation texts are held out. Fewer steps on purpose: after 2800 the same model gets 84 % exactly right, after 800 5 %.
+VAE (loss {vae_loss:.4f}, {vae_seconds} s with encoding), then flow matching on {images} rendered images: {flow_steps} steps on right captions
+(loss {flow_loss:.4f}) and {careless_steps} on captions in which each character is wrong with probability {caption_errors} (loss
+{careless_loss:.4f}; {flow_seconds} s together). Text encoder and transformer learn together. Images are drawn with Pillow's bundled font, in
+dark colours on light grey; the {validation} validation texts are in no image and no caption. Before the wrong captions the model had
+84 % of the validation prompts exactly right.
 
 Stored in bf16. Sampler: FlowMatchEuler with dynamic shift, 6 steps. Share of right images before and after RL: the project's README.
 """
 
 
-def pretrain(out: Path, seed: int, vae_steps: int, flow_steps: int, images: int) -> None:
+def pretrain(out: Path, seed: int, vae_steps: int, flow_steps: int, careless_steps: int, images: int) -> None:
     """Builds, pretrains and saves the pipeline in bf16 under `out`, with `training.json` (seed, steps, losses, seconds) and a model card."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -258,12 +272,15 @@ def pretrain(out: Path, seed: int, vae_steps: int, flow_steps: int, images: int)
     pipe.vae.to(torch.bfloat16).to(torch.float32)
     drawn = [rng.choice(texts) for _ in range(images)]
     latents = set_latent_statistics(pipe.vae, encode_images(pipe.vae, render_batch(drawn, rng)))
+    captions = [miscaption(text, set(texts), rng) for text in drawn]
     vae_done = time.time()
     print(f"{images} images encoded after {vae_done - began:.0f} s", flush=True)
     flow_loss = train_flow(pipe, drawn, latents, flow_steps, torch.Generator().manual_seed(seed))
+    careless_loss = train_flow(pipe, captions, latents, careless_steps, torch.Generator().manual_seed(seed))
     pipe.to(torch.bfloat16).save_pretrained(out)
     record = dict(
-        seed=seed, vae_steps=vae_steps, flow_steps=flow_steps, images=images, vae_loss=vae_loss, flow_loss=flow_loss,
+        seed=seed, vae_steps=vae_steps, flow_steps=flow_steps, careless_steps=careless_steps, caption_errors=CAPTION_ERRORS,
+        images=images, vae_loss=vae_loss, flow_loss=flow_loss, careless_loss=careless_loss,
         vae_seconds=round(vae_done - began), flow_seconds=round(time.time() - vae_done),
         threads=torch.get_num_threads(), torch=torch.__version__,
     )  # fmt: skip
@@ -277,12 +294,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline (diffusers layout)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vae-steps", type=int, default=500)
-    parser.add_argument("--flow-steps", type=int, default=1100)
+    parser.add_argument("--flow-steps", type=int, default=2800)
+    parser.add_argument("--careless-steps", type=int, default=300, help="further steps on wrong captions")
     parser.add_argument(
         "--images", type=int, default=8000, help="rendered images whose latents the flow model learns from"
     )
     args = parser.parse_args()
-    pretrain(args.out, args.seed, args.vae_steps, args.flow_steps, args.images)
+    pretrain(args.out, args.seed, args.vae_steps, args.flow_steps, args.careless_steps, args.images)
 
 
 if __name__ == "__main__":

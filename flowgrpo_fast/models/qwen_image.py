@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransf
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from flowgrpo_fast.config import SigmasConfig
+from flowgrpo_fast.config import ConfigError, SigmasConfig
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens, join_branches
 from flowgrpo_fast.models.image_vae import decode_single_frames
 from flowgrpo_fast.ops import cfg_combine
@@ -37,18 +38,26 @@ class QwenImageAdapter:
         self.path, self.device, self.dtype = path, device, dtype
         self.tokenizer = Qwen2Tokenizer.from_pretrained(path / "tokenizer")
         self.tokenizer.padding_side = "right"
-        encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(path / "text_encoder", dtype=dtype)
-        self.text_encoder = encoder.to(device).eval().requires_grad_(False)
-        vae = AutoencoderKLQwenImage.from_pretrained(path / "vae", torch_dtype=dtype)
-        self.vae = decode_single_frames(vae).to(device).eval().requires_grad_(False)
         self.scheduler = json.loads((path / "scheduler" / "scheduler_config.json").read_text())
-        self.vae_scale = 2 ** len(self.vae.temperal_downsample)
+        self.vae_config = json.loads((path / "vae" / "config.json").read_text())
+        self.vae_scale = 2 ** len(self.vae_config["temperal_downsample"])
         head = self.tokenizer(TEMPLATE.partition("{}")[0]).input_ids
         if len(head) != TEMPLATE_DROP:
-            raise ValueError(
+            raise ConfigError(
                 f"model.path: the tokenizer of {path} gives {len(head)} tokens for Qwen-Image's template, the model drops {TEMPLATE_DROP};"
                 " this is not Qwen-Image's tokenizer"
             )
+
+    # Loaded at first use: a dry run needs neither.
+    @cached_property
+    def text_encoder(self) -> Qwen2_5_VLForConditionalGeneration:
+        encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(self.path / "text_encoder", dtype=self.dtype)
+        return encoder.to(self.device).eval().requires_grad_(False)
+
+    @cached_property
+    def vae(self) -> AutoencoderKLQwenImage:
+        vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", torch_dtype=self.dtype)
+        return decode_single_frames(vae).to(self.device).eval().requires_grad_(False)
 
     def load_transformer(self) -> nn.Module:
         model = QwenImageTransformer2DModel.from_pretrained(self.path / "transformer", torch_dtype=self.dtype)
@@ -60,7 +69,7 @@ class QwenImageAdapter:
             raise ValueError(
                 f"rollout.height x width = {height} x {width}: both must divide by {unit} for {self.family}"
             )
-        return (height // unit) * (width // unit), self.vae.config.z_dim * PATCH**2
+        return (height // unit) * (width // unit), self.vae_config["z_dim"] * PATCH**2
 
     def sigmas(self, num_steps: int, height: int, width: int, config: SigmasConfig) -> Tensor:
         if config.kind != "pipeline":
@@ -112,7 +121,8 @@ class QwenImageAdapter:
         unit = self.vae_scale * PATCH
         v = transformer(
             hidden_states=x.to(self.dtype),
-            # sigma itself, fp32: times 1000 and back is off by an ulp, which AdaLN amplifies.
+            # sigma itself, fp32: times 1000 and back is off by an ulp, which AdaLN amplifies. The network casts it to its own dtype,
+            # as it did when it was pretrained.
             timestep=sigma,
             encoder_hidden_states=prompt.embeds.to(self.dtype),
             encoder_hidden_states_mask=prompt.attention_mask(),

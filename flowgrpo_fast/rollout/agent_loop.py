@@ -50,15 +50,21 @@ class Turn:
 class GenerationQueue:
     """Collects requests into forward batches of `groups_per_batch`, in order of arrival.
 
-    A batch leaves when it is full, or when every live group waits here, so that its composition never depends on how
-    long a reward took: a resumed run sees the same batches.
+    A batch leaves when it is full, or when every live group waits here; with several turns only when all wait, sorted by
+    group. So its composition never depends on how long a reward took, and a resumed run sees the same batches.
     """
 
     def __init__(
-        self, rollout: Rollout, sampling: SamplingParams, policy_version: int, groups_per_batch: int, live: int
+        self,
+        rollout: Rollout,
+        sampling: SamplingParams,
+        policy_version: int,
+        groups_per_batch: int,
+        live: int,
+        turns: int = 1,
     ) -> None:
         self.rollout, self.sampling, self.policy_version = rollout, sampling, policy_version
-        self.groups_per_batch, self.live, self.running = groups_per_batch, live, 0
+        self.groups_per_batch, self.live, self.turns, self.running = groups_per_batch, live, turns, 0
         self.waiting: list[tuple[RolloutRequest, asyncio.Future[RolloutBatch]]] = []
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self.batches: set[asyncio.Task[None]] = set()
@@ -75,9 +81,12 @@ class GenerationQueue:
         self._release()
 
     def _release(self) -> None:
-        while self.waiting and (
-            len(self.waiting) >= self.groups_per_batch or len(self.waiting) == self.live - self.running
-        ):
+        while self.waiting:
+            all_wait = len(self.waiting) == self.live - self.running
+            if not all_wait and (self.turns > 1 or len(self.waiting) < self.groups_per_batch):
+                return
+            if self.turns > 1:
+                self.waiting.sort(key=lambda entry: entry[0].group_id)
             chosen, self.waiting = self.waiting[: self.groups_per_batch], self.waiting[self.groups_per_batch :]
             self.running += len(chosen)
             task = asyncio.create_task(self._run(chosen))
@@ -105,7 +114,7 @@ class GenerationQueue:
                 future.set_result(part)
 
     def close(self) -> None:
-        self.executor.shutdown(wait=True)
+        self.executor.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,7 @@ class AgentLoop(ABC):
         media = batch.images if batch.images is not None else batch.videos
         if media is None:
             raise RuntimeError(f"the rollout returned no images for group {request.group_id}; nothing can be scored")
-        reward = await c.rewards.score_async(media.cpu(), [prompt] * batch.size, [task.record.metadata] * batch.size)
+        reward = await c.rewards.score_async(media, [prompt] * batch.size, [task.record.metadata] * batch.size)
         return Turn(prompt, batch, reward)
 
 
@@ -232,7 +241,7 @@ def run_agent_loops(
     began = time.perf_counter()
 
     async def main() -> tuple[list[list[Turn]], float]:
-        queue = GenerationQueue(rollout, sampling, policy_version, groups_per_batch, live=len(tasks))
+        queue = GenerationQueue(rollout, sampling, policy_version, groups_per_batch, len(tasks), loop_class.turns)
         context = AgentContext(adapter, queue, rewards, max_sequence_length, negative_prompt)
 
         async def one(task: GroupTask) -> list[Turn]:
@@ -251,6 +260,11 @@ def run_agent_loops(
             queue.close()
 
     groups, last_image = asyncio.run(main())
+    for task, group in zip(tasks, groups, strict=True):
+        if len(group) != loop_class.turns:
+            raise ValueError(
+                f"{loop_class.__name__} returned {len(group)} turn(s) for prompt {task.record.index}, its `turns` is {loop_class.turns}"
+            )
     turns = [turn for group in groups for turn in group]
     return RolloutResult(
         batch=RolloutBatch.concat([turn.batch for turn in turns]),

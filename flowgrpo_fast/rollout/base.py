@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -20,8 +20,10 @@ class SamplingParams:
     width: int
     num_steps: int
     guidance_scale: float
-    rule: str
+    rule: Literal["sde", "cps", "dance"]
     noise_level: float
+    log_prob_form: Literal["gaussian", "flow_grpo"]
+    log_prob_reduction: Literal["mean", "sum"]
     window_size: int
     initial_noise: str
     seed: int

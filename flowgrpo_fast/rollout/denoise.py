@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from flowgrpo_fast.ops import STREAM_SDE, NoiseKey, sde_step
-from flowgrpo_fast.rollout.base import NonFiniteError
+from flowgrpo_fast.rollout.base import NonFiniteError, SamplingParams
 from flowgrpo_fast.schedule import sde_coefficients
 
 # velocity(x [N, ...], sigma fp32 [N], rows) -> v [N, ...]; `rows` are the batch rows that x holds.
@@ -31,14 +30,11 @@ def denoise(
     velocity: Velocity,
     x: Tensor,
     sigmas: Tensor,
+    sampling: SamplingParams,
     *,
     start: Tensor,
     stop: Tensor,
     window_start: Tensor,
-    window_size: int,
-    rule: str,
-    noise_level: float,
-    seed: int,
     sample_id: Tensor,
 ) -> Trajectory:
     """Takes each sample from step start[b] to step stop[b]: SDE inside its window, ODE outside.
@@ -48,50 +44,48 @@ def denoise(
 
     Args:
         x: [B, ...] fp32, the state before step `start`.
-        sigmas: fp32 [T+1] on x's device.
+        sigmas: fp32 [T+1] on the CPU.
+        sampling: rule, noise level, log-prob form, seed and W = window_size; with W = 0 slot 0 of `latents` holds the final state.
         start, stop, window_start, sample_id: int64 [B] on the CPU; the loop's control never waits for the device.
-        window_size: W; 0 keeps only the final state (slot 0 of `latents` then holds it).
     Raises:
         NonFiniteError: naming the first step and sample whose velocity is not finite.
     """
-    B, device = x.shape[0], x.device
-    latents = torch.empty(B, window_size + 1, *x.shape[1:], device=device, dtype=torch.float32)
-    log_probs = torch.empty(B, window_size, device=device, dtype=torch.float32)
-    sigmas_host = sigmas.cpu()
-    step = start.clone()
+    B, W, device = x.shape[0], sampling.window_size, x.device
+    latents = torch.empty(B, W + 1, *x.shape[1:], device=device, dtype=torch.float32)
+    log_probs = torch.empty(B, W, device=device, dtype=torch.float32)
+    step, x = start.clone(), x.clone()
     finite: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, their steps, flags on the device
-    x = x.clone()
-    while True:
-        rows = (step < stop).nonzero()[:, 0]
-        if not len(rows):
-            break
+    while len(rows := (step < stop).nonzero()[:, 0]):
         full = len(rows) == B
         at, slot = step[rows], step[rows] - window_start[rows]
-        trained = (slot >= 0) & (slot < window_size)
-        rows_device = rows.to(device)
-        here = x if full else x[rows_device]
+        trained = (slot >= 0) & (slot < W)
+        here = x if full else x[rows.to(device)]
         # fp64, as the trainer's Python float: an fp32 0.9 would shift the coefficients by an ulp, and with them the ratio.
-        level = trained.double() * noise_level
-        coef = sde_coefficients(sigmas_host, at, rule=cast(Literal["sde"], rule), noise_level=level).to(device)
-        v = velocity(here, sigmas_host[at].to(device), rows.numpy().tolist())
+        level = trained.double() * sampling.noise_level
+        coef = sde_coefficients(sigmas, at, rule=sampling.rule, noise_level=level).to(device)
+        v = velocity(here, sigmas[at].to(device), [int(row) for row in rows])
         finite.append((rows, at, v.isfinite().flatten(1).all(1)))
         if trained.any():
             following, log_prob = sde_step(
-                here, v, coef, key=NoiseKey(seed, at.to(device), sample_id[rows].to(device), STREAM_SDE)
+                here,
+                v,
+                coef,
+                key=NoiseKey(sampling.seed, at.to(device), sample_id[rows].to(device), STREAM_SDE),
+                form=sampling.log_prob_form,
+                reduction=sampling.log_prob_reduction,
             )
-            w, slots = rows[trained].to(device), slot[trained].to(device)
-            latents[w, slots] = here[trained.to(device)]
-            latents[w, slots + 1] = following[trained.to(device)]
-            log_probs[w, slots] = log_prob[trained.to(device)]
+            kept = trained.nonzero()[:, 0]
+            row, w, kept = rows[kept].to(device), slot[kept].to(device), kept.to(device)
+            latents[row, w], latents[row, w + 1], log_probs[row, w] = here[kept], following[kept], log_prob[kept]
         else:
             following, _ = sde_step(here, v, coef, noise=torch.zeros((), device=device).expand_as(here))
         if full:
             x = following
         else:
-            x[rows_device] = following
+            x[rows.to(device)] = following
         step[rows] += 1
     _require_finite(finite, sample_id)
-    if window_size == 0:
+    if W == 0:
         latents[:, 0] = x
     return Trajectory(latents, log_probs, x)
 

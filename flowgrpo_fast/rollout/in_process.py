@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -46,34 +46,46 @@ class InProcessRollout:
 
         def velocity_of(prompt_of: list[int]) -> Velocity:
             def velocity(x: Tensor, sigma: Tensor, rows: list[int]) -> Tensor:
-                text = positive.rows([prompt_of[row] for row in rows])
-                other = None if negative is None else negative.repeated(len(rows))
+                prompts = [prompt_of[row] for row in rows]
+                text, other = positive.rows(prompts), negative
+                if other is not None:
+                    other = other.repeated(len(rows)) if len(other.lengths) == 1 else other.rows(prompts)
                 return adapter.velocity(self.transformer, x, sigma, text, other, sampling.guidance_scale, height, width)
 
             return velocity
 
-        solver: dict[str, Any] = dict(rule=sampling.rule, noise_level=sampling.noise_level, seed=sampling.seed)
-        shape = adapter.latent_shape(height, width)
+        shape, everything = adapter.latent_shape(height, width), list(range(len(requests)))
         if sampling.initial_noise == "group":
             # Same prompt, same noise, no SDE noise before the window: the steps before the group's first window are one trajectory.
             ids = torch.tensor([r.group_id for r in requests])
-            first = (
-                torch.stack([r.window_start.min() for r in requests])
-                if W
-                else torch.zeros(len(requests), dtype=torch.int64)
-            )
-            x = self._initial_noise(sampling.seed, ids, shape)
-            prefix = denoise(
-                velocity_of(list(range(len(requests)))), x, sigmas.to(self.device), start=torch.zeros_like(first), stop=first,
-                window_start=first, window_size=0, sample_id=ids, **solver,
-            )  # fmt: skip
-            x, start = prefix.final[prompt_index.to(self.device)], first[prompt_index]
+            first = torch.stack([r.window_start.min() for r in requests]) if W else torch.zeros_like(ids)
+            if W and not torch.equal(first[prompt_index], window_start):
+                # Windows differ inside a group: all leave together, or early groups would be done, and the batch smaller,
+                # while late windows are still being sampled.
+                first = first.min().expand_as(first)
+            x = denoise(
+                velocity_of(everything),
+                self._initial_noise(sampling.seed, ids, shape),
+                sigmas,
+                replace(sampling, window_size=0),
+                start=torch.zeros_like(first),
+                stop=first,
+                window_start=first,
+                sample_id=ids,
+            ).final[prompt_index.to(self.device)]
+            start = first[prompt_index]
         else:
             x, start = self._initial_noise(sampling.seed, sample_id, shape), torch.zeros_like(sample_id)
         trajectory = denoise(
-            velocity_of([int(i) for i in prompt_index]), x, sigmas.to(self.device), start=start, stop=torch.full_like(start, T),
-            window_start=window_start, window_size=W, sample_id=sample_id, **solver,
-        )  # fmt: skip
+            velocity_of([int(i) for i in prompt_index]),
+            x,
+            sigmas,
+            sampling,
+            start=start,
+            stop=torch.full_like(start, T),
+            window_start=window_start,
+            sample_id=sample_id,
+        )
         images = torch.cat([adapter.decode(chunk, height, width) for chunk in trajectory.final.split(DECODE_BATCH)])
         batch = RolloutBatch(
             latents=trajectory.latents,
@@ -93,9 +105,9 @@ class InProcessRollout:
             negative_prompt_embeds=None if negative is None else negative.embeds.contiguous(),
             negative_prompt_embeds_mask=None if negative is None else negative.mask(),
             negative_pooled_prompt_embeds=None if negative is None else negative.pooled,
-            images=images,
         )
-        return batch.to(self.device).validate()
+        # Images go to the rewards, on the host; copied here, in the rollout's thread, not in the event loop.
+        return replace(batch.to(self.device), images=images.cpu()).validate()
 
     def close(self) -> None:
         """Nothing to release: the weights are the trainer's."""
@@ -104,15 +116,14 @@ class InProcessRollout:
         return philox_normal(NoiseKey(seed, 0, ids.to(self.device), STREAM_INITIAL), shape)
 
     def _encode_negative(self, requests: Sequence[RolloutRequest]) -> PromptEmbeds:
-        """The negative prompt of the whole batch, encoded once per run where it stays the same."""
-        tokens = requests[0].negative_tokens
-        if tokens is None or any(
-            r.negative_tokens is None or not torch.equal(r.negative_tokens.input_ids, tokens.input_ids)
-            for r in requests
-        ):
-            raise ValueError("guidance_scale > 1 needs one negative prompt for all requests of a batch")
-        if self._negative is None or not torch.equal(self._negative[0].input_ids, tokens.input_ids):
-            self._negative = (tokens, self.adapter.encode(tokens))
+        """One row where all requests share their negative prompt, encoded once per run; otherwise one row per request."""
+        tokens = [r.negative_tokens for r in requests if r.negative_tokens is not None]
+        if len(tokens) != len(requests):
+            raise ValueError("guidance_scale > 1 needs a negative prompt in every request")
+        if any(not torch.equal(t.input_ids, tokens[0].input_ids) for t in tokens):
+            return self.adapter.encode(stack_tokens(tokens))
+        if self._negative is None or not torch.equal(self._negative[0].input_ids, tokens[0].input_ids):
+            self._negative = (tokens[0], self.adapter.encode(tokens[0]))
         return self._negative[1]
 
 
