@@ -233,11 +233,15 @@ def test_zero_stages_agree(tmp_path: Path) -> None:
     assert norms == pytest.approx([norms[3]] * 4, rel=1e-4)
 
 
-def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+def test_gradient_checkpointing_recomputes_the_same_forward(tmp_path: Path) -> None:
+    """Ratio exactly 1 with it too; gradients of shared inputs are added in another order, so the norm agrees to rounding."""
     plain, saved = tmp_path / "plain", tmp_path / "saved"
     train(tiny_config(plain, "trainer.total_steps=1"))
     train(tiny_config(saved, "trainer.total_steps=1", "engine.gradient_checkpointing=true"))
-    assert rows(plain) == rows(saved)
+    (a,), (b,) = read_metrics(plain), read_metrics(saved)
+    assert b["policy/first_ratio_max_deviation"] == 0.0
+    assert b["reward/mean"] == a["reward/mean"]
+    assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-5)
 
 
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
