@@ -72,8 +72,8 @@ def dry_run(config: Config) -> None:
     import torch
 
     from flowgrpo_fast.engine import DTYPES, deepspeed_config
+    from flowgrpo_fast.inputs import Inputs
     from flowgrpo_fast.models import build_adapter
-    from flowgrpo_fast.trainer import Inputs
 
     inputs = Inputs(config, int(os.environ["WORLD_SIZE"]))
     adapter = build_adapter(config.model.family, config.model.path, torch.device("cpu"), DTYPES[config.model.dtype])
@@ -91,8 +91,9 @@ def train(config: Config) -> None:
     import torch
 
     from flowgrpo_fast import comm
-    from flowgrpo_fast.engine import local_device
-    from flowgrpo_fast.trainer import Inputs, Trainer
+    from flowgrpo_fast.engine import local_device, remove_shared_buffer
+    from flowgrpo_fast.inputs import Inputs
+    from flowgrpo_fast.trainer import Trainer
 
     inputs = Inputs(config, int(os.environ["WORLD_SIZE"]))
     device = local_device()
@@ -104,6 +105,7 @@ def train(config: Config) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        remove_shared_buffer()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -96,15 +96,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_deepspeed_launcher_with_two_ranks_equals_one_rank_bitwise(one_rank: Path, tmp_path: Path) -> None:
     """ZeRO-3, full fine-tuning, fp32, live rollouts: the same weights to the last bit after 5 steps, and ratio 1 on both ranks."""
-    launcher = Path(sys.executable).parent / "deepspeed"
-    command = [
-        str(launcher),
-        "--num_accelerators",
-        "2",
-        "--master_port",
-        free_port(),
-        *arguments(tmp_path, "engine.threads=1"),
-    ]
+    launcher, port = Path(sys.executable).parent / "deepspeed", free_port()
+    command = [str(launcher), "--num_accelerators=2", f"--master_port={port}", *arguments(tmp_path, "engine.threads=1")]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300
     )
@@ -117,6 +110,7 @@ def test_deepspeed_launcher_with_two_ranks_equals_one_rank_bitwise(one_rank: Pat
         assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-6)
         if "validation/reward" in a:
             assert b["validation/reward"] == pytest.approx(a["validation/reward"], abs=1e-5)
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
 
 
 def test_lora_bf16_two_ranks_equal_one_bitwise(tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowgrpo_fast.checkpoint import CheckpointError, checkpoints, find_checkpoint
-from flowgrpo_fast.config import Config, ConfigError
+from flowgrpo_fast.config import Config, ConfigError, OptimizerConfig
+from flowgrpo_fast.engine import learning_rate
+from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rewards import RewardFailure
 from flowgrpo_fast.rollout.base import NonFiniteError
 from flowgrpo_fast.train import settle_environment
-from flowgrpo_fast.trainer import Inputs, Trainer
+from flowgrpo_fast.trainer import Trainer
 from tests.tiny import CPU, brightness, tiny_config, tiny_pipeline
 
 LORA = ("model.train=lora", "model.lora.rank=4", "model.lora.alpha=8.0")
@@ -231,6 +233,15 @@ def test_zero_stages_agree(tmp_path: Path) -> None:
         norms.append(read_metrics(tmp_path / str(stage))[0]["optimizer/grad_norm"])
     # Stages 1 to 3 agree exactly; stage 0's norm is torch's, summed in another order.
     assert norms == pytest.approx([norms[3]] * 4, rel=1e-4)
+
+
+def test_learning_rate_schedules() -> None:
+    """Warm-up over the first updates, then constant, or down to 0 at the last."""
+    linear = OptimizerConfig(learning_rate=1.0, warmup_updates=4, schedule="linear")
+    assert [learning_rate(linear, u, 14) for u in (0, 3, 4, 9, 14)] == [0.25, 1.0, 1.0, 0.5, 0.0]
+    cosine = OptimizerConfig(learning_rate=1.0, schedule="cosine")
+    assert [learning_rate(cosine, u, 10) for u in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    assert learning_rate(OptimizerConfig(learning_rate=0.5), 99, 10) == 0.5
 
 
 def test_gradient_checkpointing_recomputes_the_same_forward(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import torch
 
 from flowgrpo_fast.config import ConfigError
 from flowgrpo_fast.models.base import ModelAdapter
+from flowgrpo_fast.registry import load_named
 
 FAMILIES = {"qwen_image": "flowgrpo_fast.models.qwen_image:QwenImageAdapter"}
 BUILTIN = {"glyphs": "glyphs"}
@@ -33,14 +32,6 @@ def resolve_model_path(path: str) -> Path:
 
 def build_adapter(family: str, path: str, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
     """The adapter of a registered family, or of the user's `module:Class`. Raises ConfigError."""
-    target = FAMILIES.get(family, family)
-    module, _, attribute = target.partition(":")
-    if not attribute:
-        near = difflib.get_close_matches(family, FAMILIES, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"model.family = {family!r} is not known; did you mean {near!r}? (or give module:Class)")
-    try:
-        adapter_class = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model.family = {family!r}: cannot import {target}: {error}") from error
+    adapter_class = load_named("model.family", family, FAMILIES)
     adapter: ModelAdapter = adapter_class(resolve_model_path(path), device, dtype)
     return adapter

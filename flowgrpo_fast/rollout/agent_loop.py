@@ -9,13 +9,11 @@ group, each turn with a prompt and a reward of its own.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.config import ConfigError
 from flowgrpo_fast.data.prompts import PromptRecord
 from flowgrpo_fast.models.base import ModelAdapter, PromptTokens
+from flowgrpo_fast.registry import load_named
 from flowgrpo_fast.rewards import RewardManager, RewardResult
 from flowgrpo_fast.rollout.base import Rollout, RolloutRequest, SamplingParams
 
@@ -186,21 +185,12 @@ class MultiTurnAgentLoop(AgentLoop):
         return history
 
 
-AGENT_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurnAgentLoop}
+AGENT_LOOPS = {"single_turn": "flowgrpo_fast.rollout.agent_loop:SingleTurnAgentLoop"}
 
 
 def agent_loop_class(name: str) -> type[AgentLoop]:
     """A registered loop or the user's `module:Class`. Raises ConfigError."""
-    if name in AGENT_LOOPS:
-        return AGENT_LOOPS[name]
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        near = difflib.get_close_matches(name, AGENT_LOOPS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"rollout.agent_loop = {name!r} is not known; did you mean {near!r}? (or give module:Class)")
-    try:
-        loop = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"rollout.agent_loop = {name!r}: cannot import it: {error}") from error
+    loop = load_named("rollout.agent_loop", name, AGENT_LOOPS)
     if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
         raise ConfigError(f"rollout.agent_loop = {name!r} is not a subclass of AgentLoop")
     return loop

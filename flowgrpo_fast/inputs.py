@@ -1,0 +1,108 @@
+"""Everything of a run that can be checked before a model is loaded, and how the config reads as sampling parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from flowgrpo_fast.algorithms import build_algorithm
+from flowgrpo_fast.config import BatchPlan, Config, ConfigError, batch_plan
+from flowgrpo_fast.data.prompts import PromptRecord, load_prompts
+from flowgrpo_fast.models import resolve_model_path
+from flowgrpo_fast.models.base import ModelAdapter
+from flowgrpo_fast.rewards import RewardManager, RewardSpec
+from flowgrpo_fast.rollout.agent_loop import agent_loop_class
+from flowgrpo_fast.rollout.base import SamplingParams
+from flowgrpo_fast.schedule import WindowConfig, window_size
+
+
+def window_config(config: Config) -> WindowConfig:
+    w = config.rollout.window
+    window_range = None if w.range is None else (w.range[0], w.range[1])
+    return WindowConfig(w.size, window_range, w.scope, w.strategy, shift_every=w.shift_every, shift_by=w.shift_by)
+
+
+def sampling_params(config: Config, window: int) -> SamplingParams:
+    """How training samples are drawn."""
+    r = config.rollout
+    return SamplingParams(
+        height=r.height,
+        width=r.width,
+        num_steps=r.num_steps,
+        guidance_scale=r.guidance_scale,
+        rule=r.rule,
+        noise_level=r.noise_level,
+        log_prob_form=config.algorithm.log_prob_form,
+        log_prob_reduction=config.algorithm.log_prob_reduction,
+        window_size=window,
+        initial_noise=r.initial_noise,
+        seed=config.seed,
+    )
+
+
+def validation_params(config: Config) -> SamplingParams:
+    """How validation samples are drawn: the ODE, fixed seed, one sample a prompt."""
+    r, v = config.rollout, config.validation
+    return replace(
+        sampling_params(config, 0),
+        num_steps=v.num_steps or r.num_steps,
+        guidance_scale=v.guidance_scale or r.guidance_scale,
+        initial_noise="sample",
+        seed=v.seed,
+    )
+
+
+def require_negative_prompts(config: Config, records: list[PromptRecord], guidance_scale: float, what: str) -> None:
+    if guidance_scale > 1 and config.data.negative_prompt is None:
+        missing = next((r for r in records if r.negative_prompt is None), None)
+        if missing is not None:
+            raise ConfigError(
+                f"{what} = {guidance_scale} needs a negative prompt, and prompt {missing.index} ({missing.prompt[:60]!r}) has none:"
+                ' set data.negative_prompt (" " is usual for Qwen-Image), or guidance_scale: 1.0'
+            )
+
+
+class Inputs:
+    """Everything that can be checked before a model is loaded. Raises ConfigError or PromptFileError."""
+
+    def __init__(self, config: Config, world_size: int) -> None:
+        resolve_model_path(config.model.path)
+        self.agent_loop = agent_loop_class(config.rollout.agent_loop)
+        self.algorithm = build_algorithm(config.algorithm)
+        self.train_records = load_prompts(config.data.train, "train")
+        self.validation_records: list[PromptRecord] = []
+        if config.data.validation is not None:
+            self.validation_records = load_prompts(config.data.validation, "validation")[
+                : config.validation.num_prompts
+            ]
+        if 0 < len(self.validation_records) < world_size:
+            raise ConfigError(
+                f"{len(self.validation_records)} validation prompts for {world_size} ranks: raise validation.num_prompts to at least {world_size}"
+            )
+        require_negative_prompts(config, self.train_records, config.rollout.guidance_scale, "rollout.guidance_scale")
+        scale = config.validation.guidance_scale or config.rollout.guidance_scale
+        require_negative_prompts(config, self.validation_records, scale, "validation guidance_scale")
+        try:
+            self.rewards = RewardManager(
+                [RewardSpec(r.name, r.kwargs, r.weight, r.label) for r in config.rewards],
+                max_retries=config.rewarding.max_retries,
+                workers=config.rewarding.workers,
+            )
+        except ValueError as error:
+            raise ConfigError(f"rewards: {error}") from error
+        self.world_size = world_size
+
+    def plan(self, config: Config, adapter: ModelAdapter) -> tuple[BatchPlan, Tensor]:
+        """Batch arithmetic and the rollout's sigmas. Raises ConfigError, for a window outside the schedule too."""
+        r = config.rollout
+        try:
+            sigmas = adapter.sigmas(r.num_steps, r.height, r.width, r.sigmas)
+            window = window_size(window_config(config), sigmas, r.rule, r.noise_level)
+            # All prompts now, not the first that is too long hours into a run.
+            for record in self.train_records + self.validation_records:
+                adapter.tokenize([record.prompt, record.negative_prompt or ""], r.max_sequence_length)
+            adapter.tokenize([config.data.negative_prompt or ""], r.max_sequence_length)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return batch_plan(config, self.world_size, window, self.agent_loop.turns), sigmas
