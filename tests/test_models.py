@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from flowgrpo_fast.config import ConfigError, SigmasConfig
 from flowgrpo_fast.models import build_adapter, resolve_model_path
 from flowgrpo_fast.models.glyph_prompts import ALPHABET, glyph_prompt, glyph_texts
-from flowgrpo_fast.models.glyphs import build_tokenizer
+from flowgrpo_fast.models.glyphs import CAPTION_ERRORS, build_tokenizer, miscaption, pretrain
 from flowgrpo_fast.models.image_vae import decode_single_frames
 from flowgrpo_fast.models.qwen_image import TEMPLATE, TEMPLATE_DROP, QwenImageAdapter
 from tests.tiny import CPU, tiny_adapter, tiny_pipeline
@@ -143,6 +144,25 @@ def test_prompt_split_is_fixed_and_disjoint() -> None:
     assert len(train) + 128 == len(ALPHABET) ** 2
     assert not set(train) & set(validation)
     assert validation[:3] == glyph_texts("validation")[:3]
+
+
+def test_pretraining_script_runs_and_writes_what_it_did(tmp_path: Path) -> None:
+    """One step of everything: the folder loads, with latent statistics, a card and a record."""
+    pretrain(tmp_path, seed=3, vae_steps=1, flow_steps=1, careless_steps=1, images=4)
+    adapter = build_adapter("qwen_image", str(tmp_path), CPU, torch.float32)
+    assert adapter.load_transformer().dtype == torch.float32
+    assert any(mean != 0.0 for mean in json.loads((tmp_path / "vae" / "config.json").read_text())["latents_mean"])
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert (record["seed"], record["careless_steps"], record["caption_errors"]) == (3, 1, CAPTION_ERRORS)
+    assert "--seed 3" in (tmp_path / "README.md").read_text()
+
+
+def test_wrong_captions_are_a_known_share_and_never_validation_texts() -> None:
+    rng, train = random.Random(0), glyph_texts("train")
+    pairs = [(text, miscaption(text, set(train), rng)) for text in train]
+    assert not {caption for _, caption in pairs} & set(glyph_texts("validation"))
+    wrong = sum(a != b for text, caption in pairs for a, b in zip(text, caption, strict=True)) / (2 * len(train))
+    assert CAPTION_ERRORS * 0.8 < wrong < CAPTION_ERRORS * 1.1
 
 
 def test_shipped_glyphs_are_small_complete_and_what_their_card_says() -> None:
