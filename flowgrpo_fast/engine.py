@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,6 +27,8 @@ from flowgrpo_fast.models.base import ModelAdapter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LORA = "policy"
 BUCKET = 500_000_000
+# DeepSpeed 0.19 calls collectives by the names that torch 2.13 is about to retire: one warning a call, and nothing a user can do.
+warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
 
 
 def clips_by_itself(config: Config) -> bool:

@@ -293,7 +293,10 @@ class Trainer:
         summary |= {f"validation/before/{name}": value for name, value in before.items()}
         summary |= {f"validation/after/{name}": value for name, value in after.items()}
         write_atomic(self.run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
-        write_report(self.run_dir)
+        report = write_report(self.run_dir)
+        for name, value in after.items():
+            print(f"validation {name}: {before[name]:.3f} -> {value:.3f}")
+        print(f"report: {report}")
 
 
 def metric_name(name: str) -> str:
