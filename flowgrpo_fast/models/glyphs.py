@@ -39,7 +39,8 @@ from flowgrpo_fast.models.image_vae import decode_single_frames
 RESOLUTION = 64
 FONT_SIZE = 34
 # Wrong captions, at the end, make the model half good: it can draw glyphs, but often not those asked for, and that is what RL can
-# put right. A model that is only trained too briefly draws broken glyphs instead: from 0.16 exact, 40 steps of RL moved nothing.
+# put right. A model that is only trained too briefly draws broken glyphs instead: from 0.16 exact, 40 steps of RL moved
+# nothing (in a trial that also sampled without shift_terminal).
 CAPTION_ERRORS = 0.25
 # A white background kills the VAE: decode clamps to [-1, 1], pixels predicted beyond +1 get no gradient.
 BACKGROUND = (205, 205, 205)
