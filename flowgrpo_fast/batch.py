@@ -84,6 +84,11 @@ class RolloutBatch:
     def window(self) -> int:
         return self.log_probs.shape[1]
 
+    @property
+    def media(self) -> Tensor | None:
+        """What the rewards look at: images or videos."""
+        return self.images if self.images is not None else self.videos
+
     def tensors(self) -> dict[str, Tensor]:
         """Field name -> tensor, in declaration order, without the absent ones."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}

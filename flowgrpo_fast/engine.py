@@ -31,16 +31,21 @@ BUCKET = 500_000_000
 warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
 
 
+def has_half_master(config: Config) -> bool:
+    """Trained weights in bf16 with DeepSpeed's fp32 master copy. LoRA adapters are fp32 by themselves."""
+    return config.model.train == "full" and config.model.dtype == "bfloat16"
+
+
 def clips_by_itself(config: Config) -> bool:
     """ZeRO stage 0 in fp32 runs a plain torch optimizer: DeepSpeed would clip, but tell nobody the norm."""
-    return config.engine.zero_stage == 0 and not (config.model.train == "full" and config.model.dtype == "bfloat16")
+    return config.engine.zero_stage == 0 and not has_half_master(config)
 
 
 def deepspeed_config(config: Config, plan: BatchPlan, trainable_parameters: int | None = None) -> dict[str, Any]:
     """The dict handed to DeepSpeed, derived from ours: nothing is set twice."""
     o = config.optimizer
     # fp32 adapters over a half-precision base need the section off: `bf16.enabled` would cast the adapters too.
-    half_master = config.model.train == "full" and config.model.dtype == "bfloat16"
+    half_master = has_half_master(config)
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": 1,

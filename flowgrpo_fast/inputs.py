@@ -100,9 +100,12 @@ class Inputs:
             sigmas = adapter.sigmas(r.num_steps, r.height, r.width, r.sigmas)
             window = window_size(window_config(config), sigmas, r.rule, r.noise_level)
             # All prompts now, not the first that is too long hours into a run.
-            for record in self.train_records + self.validation_records:
-                adapter.tokenize([record.prompt, record.negative_prompt or ""], r.max_sequence_length)
-            adapter.tokenize([config.data.negative_prompt or ""], r.max_sequence_length)
+            records = self.train_records + self.validation_records
+            negatives = [record.negative_prompt for record in records] + [config.data.negative_prompt]
+            for prompt in dict.fromkeys(
+                [record.prompt for record in records] + [n for n in negatives if n is not None]
+            ):
+                adapter.tokenize([prompt], r.max_sequence_length)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return batch_plan(config, self.world_size, window, self.agent_loop.turns), sigmas

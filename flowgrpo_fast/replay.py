@@ -131,10 +131,11 @@ class Replay:
 
     def _inputs(self, index: int, m: MicroBatch, advantages: Tensor, valid: Tensor, denominator: Tensor) -> LossInputs:
         batch = self.batch
+        x = batch.latents[m.samples, m.slots]
         v_ref = None
         if self.config.algorithm.kl_coef > 0:
             with torch.no_grad(), self.engine.reference_policy() as reference:
-                v_ref = self._velocity(reference, m)
+                v_ref = self._velocity(reference, m, x)
         old: Tensor | None = None
         if self.on_policy_from_rollout:
             old = batch.log_probs[m.samples, m.slots]
@@ -142,8 +143,8 @@ class Replay:
             assert self.recomputed is not None
             old = self.recomputed[m.samples, m.slots]
         return LossInputs(
-            x=batch.latents[m.samples, m.slots],
-            v=self._velocity(self.engine, m),
+            x=x,
+            v=self._velocity(self.engine, m, x),
             prev=batch.latents[m.samples, m.slots + 1],
             coef=self._coefficients(m),
             old_log_prob=old,
@@ -153,12 +154,12 @@ class Replay:
             v_ref=v_ref,
         )
 
-    def _velocity(self, transformer: Any, m: MicroBatch) -> Tensor:
+    def _velocity(self, transformer: Any, m: MicroBatch, x: Tensor) -> Tensor:
         batch = self.batch
         positive, negative = self.text.samples(m.samples_host)
         return self.adapter.velocity(
             transformer,
-            batch.latents[m.samples, m.slots],
+            x,
             batch.sigmas[batch.step_index[m.samples, m.slots]],
             positive,
             negative,
@@ -184,7 +185,7 @@ class Replay:
         for index in range(self.plan.updates):
             for m in self._micro_batches(index):
                 x, prev = self.batch.latents[m.samples, m.slots], self.batch.latents[m.samples, m.slots + 1]
-                v = self._velocity(self.engine, m)
+                v = self._velocity(self.engine, m, x)
                 out = sde_log_prob(
                     x, v, prev, self._coefficients(m), form=c.log_prob_form, reduction=c.log_prob_reduction
                 )

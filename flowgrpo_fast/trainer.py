@@ -259,7 +259,9 @@ class Trainer:
     def _write_grid(self, step: int, name: str, result: RolloutResult, scores: list[str]) -> None:
         shown = min(self.config.validation.grid_images, result.batch.size)
         captions = [f"{prompt}  {score}" for prompt, score in zip(result.prompts, scores, strict=True)]
-        grid = image_grid(result.media[:shown].cpu(), captions[:shown])
+        # The agent loop has raised where there is none.
+        assert result.batch.media is not None
+        grid = image_grid(result.batch.media[:shown].cpu(), captions[:shown])
         folder = self.run_dir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
         grid.save(folder / f"{name}.png")

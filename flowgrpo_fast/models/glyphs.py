@@ -273,7 +273,8 @@ def pretrain(out: Path, seed: int, vae_steps: int, flow_steps: int, careless_ste
     pipe.vae.to(torch.bfloat16).to(torch.float32)
     drawn = [rng.choice(texts) for _ in range(images)]
     latents = set_latent_statistics(pipe.vae, encode_images(pipe.vae, render_batch(drawn, rng)))
-    captions = [miscaption(text, set(texts), rng) for text in drawn]
+    known = set(texts)
+    captions = [miscaption(text, known, rng) for text in drawn]
     vae_done = time.time()
     print(f"{images} images encoded after {vae_done - began:.0f} s", flush=True)
     flow_loss = train_flow(pipe, drawn, latents, flow_steps, torch.Generator().manual_seed(seed))

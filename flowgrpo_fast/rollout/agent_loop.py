@@ -155,10 +155,9 @@ class AgentLoop(ABC):
             window_start=task.window_start[turn],
         )
         batch = await c.queue.submit(request)
-        media = batch.images if batch.images is not None else batch.videos
-        if media is None:
+        if batch.media is None:
             raise RuntimeError(f"the rollout returned no images for group {request.group_id}; nothing can be scored")
-        reward = await c.rewards.score_async(media, [prompt] * batch.size, [task.record.metadata] * batch.size)
+        reward = await c.rewards.score_async(batch.media, [prompt] * batch.size, [task.record.metadata] * batch.size)
         return Turn(prompt, batch, reward)
 
 
@@ -205,12 +204,6 @@ class RolloutResult:
     prompts: list[str]  # [B]
     generation_seconds: float
     reward_wait_seconds: float  # from the last image to the last reward
-
-    @property
-    def media(self) -> Tensor:
-        media = self.batch.images if self.batch.images is not None else self.batch.videos
-        assert media is not None
-        return media
 
 
 def run_agent_loops(
