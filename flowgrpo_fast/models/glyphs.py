@@ -254,8 +254,7 @@ Made by `python -m flowgrpo_fast.models.glyphs --out DIR --seed {seed}` on {thre
 VAE (loss {vae_loss:.4f}, {vae_seconds} s with encoding), then flow matching on {images} rendered images: {flow_steps} steps on right captions
 (loss {flow_loss:.4f}) and {careless_steps} on captions in which each character is wrong with probability {caption_errors} (loss
 {careless_loss:.4f}; {flow_seconds} s together). Text encoder and transformer learn together. Images are drawn with Pillow's bundled font, in
-dark colours on light grey; the {validation} validation texts are in no image and no caption. Before the wrong captions the model had
-84 % of the validation prompts exactly right.
+dark colours on light grey; the {validation} validation texts are in no image and no caption.
 
 Stored in bf16. Sampler: FlowMatchEuler with dynamic shift, 6 steps. Share of right images before and after RL: the project's README.
 """
