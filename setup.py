@@ -1,5 +1,78 @@
-"""All metadata is in pyproject.toml. This file is where the optional compiled kernels of `csrc/` get built."""
+"""Builds the optional compiled kernels of csrc/ as `flowgrpo_fast._C`. All metadata is in pyproject.toml.
+
+The extension is built against the torch that is installed, so it needs `pip install --no-build-isolation .`; in pip's isolated
+build there is no torch, and the package is installed without it. It targets LibTorch's stable ABI (torch 2.11 and later) and Python's
+limited API (abi3): one build serves every later torch and Python. CUDA sources are added where torch has CUDA and nvcc is there.
+
+FLOWGRPO_BUILD_EXT=0 skips the extension, =1 makes a failed build an error. By default a failure costs the extension only.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
 
 from setuptools import setup
 
-setup()
+WANTED = os.environ.get("FLOWGRPO_BUILD_EXT", "")
+DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY", "-DPy_LIMITED_API=0x030A0000"]
+# No contraction: every backend has the reference's bits. The other two only tell the compiler that nobody looks at errno or traps,
+# without which it does not vectorise a square root or a choice between two values.
+CXX = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", *DEFINES]
+NVCC = ["-O3", "-std=c++20", "-fmad=false", *DEFINES]
+
+
+def skipped(reason: str) -> dict:
+    message = f"flowgrpo_fast: compiled kernels skipped ({reason}); everything works without them, by Triton or pure torch"
+    if WANTED == "1":
+        raise SystemExit(f"{message}. FLOWGRPO_BUILD_EXT=1 asked for them")
+    print(message, file=sys.stderr)
+    return {}
+
+
+def extension() -> dict:
+    """Arguments of setup() that build the extension; none where it is skipped."""
+    if WANTED not in ("", "0", "1"):
+        raise SystemExit(f"FLOWGRPO_BUILD_EXT: got {WANTED!r}; set 0 (skip), 1 (must build), or leave it unset")
+    if WANTED == "0":
+        return skipped("FLOWGRPO_BUILD_EXT=0")
+    try:
+        import torch
+        from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+    except ImportError:
+        return skipped("no torch in the build environment: install torch, then pip install --no-build-isolation .")
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < (2, 11):
+        return skipped(f"torch {torch.__version__} is older than 2.11")
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        return skipped(f"no C++ compiler: {compiler} is not found")
+
+    with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
+    sources = sorted(map(str, Path("csrc").glob("*.cpp"))) + (sorted(map(str, Path("csrc").glob("*.cu"))) if with_cuda else [])
+    cuda = ["-DUSE_CUDA"] if with_cuda else []
+    kind = CUDAExtension if with_cuda else CppExtension
+    extension = kind(
+        "flowgrpo_fast._C",
+        sources,
+        depends=sorted(map(str, Path("csrc").glob("*.h"))),
+        extra_compile_args={"cxx": CXX + cuda, "nvcc": NVCC + cuda},
+        py_limited_api=True,
+        optional=True,
+    )
+
+    class Build(BuildExtension):
+        def build_extension(self, ext):
+            try:
+                super().build_extension(ext)
+            except Exception as error:  # whatever the compiler, ninja or the linker raised
+                skipped(f"the build failed: {error}")
+
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": Build.with_options(use_ninja=shutil.which("ninja") is not None)},
+        "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
+    }
+
+
+setup(**extension())

@@ -20,6 +20,8 @@ from flowgrpo_fast.ops import BackendFallbackWarning, _registry, cfg_combine, us
 NAMES = (
     "cfg_combine",
     "cfg_combine_backward",
+    "flow_grpo_loss",
+    "flow_grpo_loss_backward",
     "group_advantage",
     "policy_loss",
     "policy_loss_backward",

@@ -9,7 +9,7 @@ import torch
 from util import assert_batch_invariant, assert_same_bits, threads
 
 from flowgrpo_fast.ops import STREAM_INITIAL, STREAM_SDE, STREAM_WINDOW, NoiseKey, philox_normal, philox_words
-from flowgrpo_fast.ops._philox import philox_4x32, split_words
+from flowgrpo_fast.ops._philox import _cos_sin_uniform, _log_uniform, philox_4x32, split_words
 
 MASK = 0xFFFFFFFF
 
@@ -63,6 +63,16 @@ def test_normals_are_box_muller_on_lane_pairs() -> None:
             radius = math.sqrt(-2 * math.log(u0))
             expected = torch.tensor([radius * math.cos(2 * math.pi * u1), radius * math.sin(2 * math.pi * u1)])
             assert_same_bits(normals[row, i : i + 2], expected)
+
+
+def test_the_series_are_accurate_at_the_ends_and_between() -> None:
+    """Every power of two and its neighbours, and a million others, against torch's own functions."""
+    edges = torch.cat([2**k + torch.arange(-2, 3) for k in range(25)]).clamp(0, 2**24 - 1)
+    bits = torch.cat((edges, philox_words(NoiseKey(0, 0, torch.arange(1)), 1 << 20)[0] >> 8))
+    u = (bits.double() + 0.5) * 2.0**-24
+    torch.testing.assert_close(_log_uniform(bits), u.log(), rtol=2e-12, atol=0)
+    for got, true in zip(_cos_sin_uniform(bits), ((2 * math.pi * u).cos(), (2 * math.pi * u).sin()), strict=True):
+        torch.testing.assert_close(got, true, rtol=0, atol=2e-12)
 
 
 def test_normals_are_normal() -> None:

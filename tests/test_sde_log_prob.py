@@ -1,4 +1,4 @@
-"""sde_log_prob: density, KL and direct log-ratio against fp64, and the batch-invariant sum under them."""
+"""sde_log_prob: density, KL and direct log-ratio against fp64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from util import (
 )
 
 from flowgrpo_fast.ops import SdeLogProb, StepCoefficients, sde_log_prob, sde_step
-from flowgrpo_fast.ops._reduce import fold_sum
 
 OP = torch.ops.flowgrpo_fast
 
@@ -365,27 +364,3 @@ def test_bad_arguments_are_named(arguments: dict, field: str) -> None:
     zeros = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=rf"^{field}: got"):
         sde_log_prob(**{"x": zeros, "v": zeros, "prev": zeros, "coef": coefficients(3), **arguments})
-
-
-# The sum under it all.
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 1000, 65536, 65537])
-def test_fold_sum_is_a_sum_of_pairwise_accuracy(length: int) -> None:
-    values = randn((3, length), 1)
-    bound = math.ceil(math.log2(length)) * 2**-24 * values.double().abs().sum(1) if length > 1 else torch.zeros(3)
-    assert bool(((fold_sum(values).double() - values.double().sum(1)).abs() <= bound).all())
-    assert fold_sum(values.bool().float()).tolist() == [length] * 3
-
-
-def test_fold_sum_of_nothing_is_zero_and_of_one_is_a_copy() -> None:
-    assert fold_sum(torch.zeros(2, 0)).tolist() == [0.0, 0.0]
-    assert fold_sum(torch.zeros(0, 5)).shape == (0,)
-    one = randn((3, 1), 1)
-    assert fold_sum(one).data_ptr() != one.data_ptr()
-
-
-@pytest.mark.parametrize("length", [1, 37, 65535, 65536])
-def test_fold_sum_is_batch_invariant(length: int) -> None:
-    values = randn((33, length), 1)
-    assert_batch_invariant(lambda index: (fold_sum(values[index]),))

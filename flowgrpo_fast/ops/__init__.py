@@ -7,6 +7,7 @@
 | `group_advantage` | group-relative advantages by integer group id |
 | `policy_loss` | clipped policy loss, metrics and gradient in one pass |
 | `cfg_combine` | classifier-free guidance, optionally with the norm rescale |
+| `flow_grpo_loss` | all of it for a training step: from the model's output to loss, metrics and gradient |
 
 Coefficients come from `flowgrpo_fast.schedule.sde_coefficients`. `use_backend` and FLOWGRPO_BACKEND choose the implementation.
 """
@@ -22,6 +23,7 @@ from flowgrpo_fast.ops._philox import (
 from flowgrpo_fast.ops._registry import BackendFallbackWarning, use_backend
 from flowgrpo_fast.ops.cfg_combine import cfg_combine
 from flowgrpo_fast.ops.coefficients import StepCoefficients
+from flowgrpo_fast.ops.flow_grpo_loss import flow_grpo_loss
 from flowgrpo_fast.ops.group_advantage import group_advantage
 from flowgrpo_fast.ops.policy_loss import policy_loss
 from flowgrpo_fast.ops.sde_log_prob import SdeLogProb, sde_log_prob
@@ -36,6 +38,7 @@ __all__ = [
     "SdeLogProb",
     "StepCoefficients",
     "cfg_combine",
+    "flow_grpo_loss",
     "group_advantage",
     "philox_normal",
     "philox_words",

@@ -60,6 +60,14 @@ def rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.contiguous().flatten(1).to(dtype)
 
 
+def rows_view(tensor: Tensor) -> Tensor:
+    """[B, ...] -> [B, D] without a copy where every sample is contiguous, wherever the samples lie: a slot of a trajectory, the first
+    tokens of a longer output, an expanded batch. Other strides cost a copy."""
+    if tensor.shape[0] and not tensor[0].is_contiguous():
+        tensor = tensor.contiguous()
+    return tensor.flatten(1)
+
+
 def _describe(value: object) -> str:
     if not isinstance(value, Tensor):
         return str(value)

@@ -1,16 +1,22 @@
 """How an op gets into PyTorch, and which backend runs it.
 
 `register_op` defines `torch.ops.flowgrpo_fast.<name>` from a schema and a reference in pure torch. The reference is the spec:
-it is the CPU path, the fallback everywhere, the fake (meta) function under torch.compile, and the tests' oracle. Faster
-implementations join later through `register_backend(op, backend, device_type, function)`: same arguments, same outputs, contiguous.
+it is the fallback everywhere, the fake (meta) function under torch.compile, and the tests' oracle. Faster implementations take the
+same arguments and return the same outputs, contiguous, with the same bits. They are found by name when an op is first called:
+
+    triton      function <op> of `flowgrpo_fast.ops.triton.<op without _backward>`; on CUDA, and on CPU under TRITON_INTERPRET=1
+    cuda, cpp   function <op> of `flowgrpo_fast.ops.compiled`, where the extension of csrc/ is built for the device
+    any         what `register_backend` was given
 
 Which one runs is decided at each call: the backend asked for (`use_backend`, or FLOWGRPO_BACKEND, read once at import), else
 under "auto" the first of `_PREFERENCE` that the op has for the device. What is missing falls back to the reference and says so
-once per op and backend.
+once per op and backend. fp64 (gradcheck) always runs on the reference: the kernels compute in fp32.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +34,7 @@ _PREFERENCE = {"cuda": ("triton", "cuda"), "cpu": ("cpp",)}
 Implementation = Callable[..., Any]
 
 _library = torch.library.Library(NAMESPACE, "DEF")  # module-level: dropping it would unregister every op
-_backends: dict[str, dict[tuple[str, str], Implementation]] = {}  # op -> (backend, device type) -> function
+_backends: dict[str, dict[tuple[str, str], Implementation | None]] = {}  # op -> (backend, device type) -> function; None = there is none
 _announced: set[tuple[str, str]] = set()
 
 
@@ -80,7 +86,7 @@ def register_op(
     _backends[name] = {}
 
     def dispatch(*args: Any) -> Any:
-        return _select(name, args[0].device.type, reference)(*args)
+        return _select(name, args, reference)(*args)
 
     def contiguous_backward(ctx: Any, *grads: Any) -> Any:
         if backward is None:
@@ -99,17 +105,43 @@ def register_backend(op: str, backend: str, device_type: str, function: Implemen
     _backends[op][_checked(backend, "backend"), device_type] = function
 
 
-def _select(op: str, device_type: str, reference: Implementation) -> Implementation:
-    table = _backends[op]
-    if _current == "reference":
+def _select(op: str, args: tuple[Any, ...], reference: Implementation) -> Implementation:
+    if _current == "reference" or any(_is_fp64(arg) for arg in args):
         return reference
+    device_type = args[0].device.type
     if _current == "auto":
-        wanted = (table.get((backend, device_type)) for backend in _PREFERENCE.get(device_type, ()))
+        wanted = (_find(op, backend, device_type) for backend in _PREFERENCE.get(device_type, ()))
         return next((function for function in wanted if function is not None), reference)
-    if (_current, device_type) not in table:
+    function = _find(op, _current, device_type)
+    if function is None:
         _announce(op, device_type)
         return reference
-    return table[_current, device_type]
+    return function
+
+
+def _is_fp64(argument: Any) -> bool:
+    """Scalars [] do not count: a denominator may be fp64 beside fp32 entries."""
+    return isinstance(argument, torch.Tensor) and argument.dtype == torch.float64 and argument.dim() > 0
+
+
+def _find(op: str, backend: str, device_type: str) -> Implementation | None:
+    table, key = _backends[op], (backend, device_type)
+    if key not in table:
+        table[key] = _import(op, backend, device_type)
+    return table[key]
+
+
+def _import(op: str, backend: str, device_type: str) -> Implementation | None:
+    if backend == "triton":
+        if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return None
+        if importlib.util.find_spec("triton") is None:
+            return None
+        module = importlib.import_module(f"flowgrpo_fast.ops.triton.{op.removesuffix('_backward')}")
+        return getattr(module, op)
+    compiled = importlib.import_module("flowgrpo_fast.ops.compiled")
+    has_kernels = device_type == {"cuda": "cuda", "cpp": "cpu"}[backend] and compiled.is_built(device_type)
+    return getattr(compiled, op, None) if has_kernels else None
 
 
 def _announce(op: str, device_type: str) -> None:

@@ -20,7 +20,7 @@ from flowgrpo_fast.ops._checks import (
     require_latents,
     require_shape,
 )
-from flowgrpo_fast.ops._reduce import fold_sum
+from flowgrpo_fast.ops._reduce import lane_sum
 from flowgrpo_fast.ops._registry import register_op
 
 
@@ -48,10 +48,9 @@ def cfg_combine_backward_reference(
     upstream = grad.to(pos.dtype)
     combined = neg + g * (pos - neg)
     norm_pos, norm = _norm(pos), _norm(combined)
-    unit = _or_zero(
-        combined, norm
-    )  # unit vectors, not c / ||c||^2: squares underflow below 1e-19, and u u = 1 cancels exactly
-    along = fold_sum(upstream * unit)[..., None]
+    # Unit vectors, not c / ||c||^2: squares underflow below 1e-19, and u u = 1 cancels exactly.
+    unit = _or_zero(combined, norm)
+    along = lane_sum(upstream * unit)[..., None]
     grad_combined = _or_zero(norm_pos, norm) * (upstream - along * unit)
     grad_pos = g * grad_combined + along * _or_zero(pos, norm_pos)
     return grad_pos.to(grad.dtype), ((1.0 - g) * grad_combined).to(grad.dtype)
@@ -64,7 +63,8 @@ def _operands(v_pos: Tensor, v_neg: Tensor, scale: Tensor) -> tuple[Tensor, Tens
 
 
 def _norm(values: Tensor) -> Tensor:
-    return fold_sum(values * values).sqrt()[..., None]
+    """Correctly rounded by way of fp64: torch's fp32 square root on a CPU is not (two of ten values were an ulp off)."""
+    return lane_sum(values * values).double().sqrt().to(values.dtype)[..., None]
 
 
 def _or_zero(numerator: Tensor, norm: Tensor) -> Tensor:
@@ -108,10 +108,14 @@ def cfg_combine(v_pos: Tensor, v_neg: Tensor, scale: float | Tensor, rescale: bo
     require_float(v_neg, "v_neg", v_pos.device)
     require_shape(v_neg, "v_neg", tuple(v_pos.shape))
     require(v_neg.dtype == v_pos.dtype, "v_neg", v_neg, f"pass {v_pos.dtype}, as v_pos")
-    if isinstance(scale, Tensor):
-        require_float(scale, "scale", v_pos.device)
-        require_shape(scale, "scale", (v_pos.shape[0],))
-        require_detached(scale, "scale")
-    else:
-        scale = torch.full((v_pos.shape[0],), scale, dtype=compute_dtype(v_pos), device=v_pos.device)
-    return _cfg_combine(v_pos, v_neg, scale, rescale)
+    return _cfg_combine(v_pos, v_neg, guidance_scale(scale, v_pos), rescale)
+
+
+def guidance_scale(scale: float | Tensor, v: Tensor) -> Tensor:
+    """The scale as a tensor [B], checked against a batch v."""
+    if not isinstance(scale, Tensor):
+        return torch.full((v.shape[0],), scale, dtype=compute_dtype(v), device=v.device)
+    require_float(scale, "scale", v.device)
+    require_shape(scale, "scale", (v.shape[0],))
+    require_detached(scale, "scale")
+    return scale

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.ops._checks import require, require_detached, require_device, rows
-from flowgrpo_fast.ops._reduce import fold_sum
+from flowgrpo_fast.ops._reduce import row_sum
 
 FORMS = ("gaussian", "flow_grpo")
 REDUCTIONS = ("mean", "sum")
@@ -76,7 +76,7 @@ def log_density(prev: Tensor, mean: Tensor, s: Tensor, form: str, reduction: str
 
 def reduced(values: Tensor, reduction: str) -> Tensor:
     """Mean or sum over the latent elements, [B, D] -> fp64 [B], batch-invariant."""
-    total = fold_sum(values).double()
+    total = row_sum(values)
     return total / values.shape[1] if reduction == "mean" else total
 
 

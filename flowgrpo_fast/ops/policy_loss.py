@@ -24,7 +24,7 @@ from flowgrpo_fast.ops._checks import (
     require_float,
     require_shape,
 )
-from flowgrpo_fast.ops._reduce import fold_sum
+from flowgrpo_fast.ops._reduce import lane_sum
 from flowgrpo_fast.ops._registry import register_op
 
 LOG_RATIO_BOUND = 10.0
@@ -51,25 +51,24 @@ def policy_loss_reference(
     """-> loss [], metrics fp32 [7] in the order of METRICS, d loss / d log_ratio (shape and dtype of log_ratio)."""
     dtype = compute_dtype(log_ratio)
     shape = log_ratio.shape
-    kept = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else _per_sample(mask, shape).expand(shape)
+    kept, total = kept_denominator(log_ratio, mask, denominator)
     log_r = torch.where(kept, log_ratio.to(dtype), 0.0)  # before any arithmetic: a masked NaN must not reach the sums
     bounded = log_r.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    advantage = torch.where(kept, _per_sample(adv, shape).to(dtype), 0.0)
-    count = _total(kept.to(dtype))
+    advantage = torch.where(kept, per_sample(adv, shape).to(dtype), 0.0)
+    count = total_entries(kept)
     weight = kept.to(dtype) if step_weight is None else torch.where(kept, step_weight.to(dtype), 0.0)
-    total = count if denominator is None else denominator.to(dtype)
-    scale = weight / torch.where(count > 0, total, 1.0)  # nothing kept here: 0, whatever the other ranks kept
+    scale = weight / total.to(dtype)
 
-    r1 = torch.expm1(bounded)
+    r1 = torch.expm1(bounded.double()).to(dtype)  # rounded once: the same bits on every backend
     clipped_low = (advantage < 0) & (r1 < -clip_low)
     clipped_high = (advantage > 0) & (r1 > clip_high)
     clipped = clipped_low | clipped_high
     effective = torch.where(clipped, r1.clamp(-clip_low, clip_high), r1)
-    loss = _total((-advantage - advantage * effective) * scale)
+    loss = total_entries((-advantage - advantage * effective) * scale).to(dtype)
     inert = clipped | (log_r.abs() > LOG_RATIO_BOUND)  # false for NaN, whose gradient must stay NaN
     grad = torch.where(inert, 0.0, (-advantage - advantage * r1) * scale).to(log_ratio.dtype)
 
-    sums = [_total(value.to(dtype)) for value in (r1, clipped_low, clipped_high, r1 - bounded, advantage)]
+    sums = [total_entries(value) for value in (r1, clipped_low, clipped_high, r1 - bounded, advantage)]
     r1_mean, low, high, approx_kl, advantage_mean = (value / count.clamp(min=1.0) for value in sums)
     deviation = torch.nn.functional.pad(r1.abs().flatten(), (0, 1)).amax()  # one zero more: no entries, no deviation
     ratio_mean = torch.where(count > 0, 1.0 + r1_mean, 0.0)
@@ -81,13 +80,22 @@ def policy_loss_backward_reference(grad_log_ratio: Tensor, grad_loss: Tensor) ->
     return grad_log_ratio * grad_loss.to(grad_log_ratio.dtype)
 
 
-def _per_sample(tensor: Tensor, shape: torch.Size) -> Tensor:
+def per_sample(tensor: Tensor, shape: torch.Size) -> Tensor:
     """[B] against [B, T]: a view [B, 1] that broadcasts, nothing materialised."""
     return tensor.unsqueeze(1) if tensor.dim() < len(shape) else tensor
 
 
-def _total(values: Tensor) -> Tensor:
-    return fold_sum(values.flatten())
+def kept_denominator(entries: Tensor, mask: Tensor | None, denominator: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which entries count, and what divides their sum, fp64 []: 1 where nothing is kept here, whatever the other ranks kept."""
+    shape = entries.shape
+    kept = torch.ones_like(entries, dtype=torch.bool) if mask is None else per_sample(mask, shape).expand(shape)
+    count = total_entries(kept)
+    return kept, torch.where(count > 0, count if denominator is None else denominator.double(), 1.0)
+
+
+def total_entries(values: Tensor) -> Tensor:
+    """Sum of all entries, fp64 []."""
+    return lane_sum(values.flatten().double())
 
 
 _policy_loss_backward = register_op(
@@ -156,7 +164,7 @@ def policy_loss(
         require(mask.dtype == torch.bool, "mask", mask, "pass a bool tensor")
         require_shape(mask, "mask", batch, full)
         require_device(mask, "mask", ratio.device)
-    total = _denominator(denominator, ratio)
+    total = denominator_tensor(denominator, ratio)
     loss, metrics, _ = _policy_loss(ratio, adv, step_weight, mask, total, clip_low, clip_high)
     return loss, dict(zip(METRICS, metrics.unbind(), strict=True))
 
@@ -175,7 +183,7 @@ def _log_ratio(log_prob: Tensor | None, old_log_prob: Tensor | None, log_ratio: 
     return log_prob.to(dtype) - old_log_prob.to(dtype)
 
 
-def _denominator(denominator: float | Tensor | None, ratio: Tensor) -> Tensor | None:
+def denominator_tensor(denominator: float | Tensor | None, ratio: Tensor) -> Tensor | None:
     if denominator is None:
         return None
     if isinstance(denominator, Tensor):

@@ -68,11 +68,12 @@ def sde_log_prob_reference(
     kl, log_ratio = torch.zeros_like(log_prob), torch.zeros_like(log_prob)
     if v_ref is not None:
         shift = slope * (rows(v, dtype) - rows(v_ref, dtype))
-        kl = (reduced(shift * shift, reduction) * precision(s)).to(dtype)
+        kl = torch.where(s == 0, 0.0, reduced(shift * shift, reduction) * precision(s)).to(dtype)
     if v_old is not None:
         shift = slope * (rows(v, dtype) - rows(v_old, dtype))
         residual = target - affine_mean(x, v_old, a, b, dtype)
-        log_ratio = (reduced((2.0 * residual - shift) * shift, reduction) * precision(s, form)).to(dtype)
+        total = reduced((2.0 * residual - shift) * shift, reduction)
+        log_ratio = torch.where(s == 0, 0.0, total * precision(s, form)).to(dtype)
     return log_prob, kl, log_ratio
 
 
@@ -90,14 +91,32 @@ def sde_log_prob_backward_reference(
     form: str,
     reduction: str,
 ) -> Tensor:
+    grad = gradient_rows(grad_log_prob.double() + grad_log_ratio.double(), grad_kl, x, v, prev, a, b, s, v_ref, form, reduction)
+    return grad.to(v.dtype).reshape(v.shape)
+
+
+def gradient_rows(
+    grad_log_prob: Tensor,
+    grad_kl: Tensor,
+    x: Tensor,
+    v: Tensor,
+    prev: Tensor,
+    a: Tensor,
+    b: Tensor,
+    s: Tensor,
+    v_ref: Tensor | None,
+    form: str,
+    reduction: str,
+) -> Tensor:
+    """d/dv as [B, D] in the compute dtype, from the gradients of log_prob (or log_ratio) and kl."""
     dtype = compute_dtype(x, v)
     slope = 2.0 * b.double() / (math.prod(x.shape[1:]) if reduction == "mean" else 1)
-    weight = (grad_log_prob.double() + grad_log_ratio.double()) * slope * precision(s, form)
+    weight = grad_log_prob.double() * slope * precision(s, form)
     grad = weight.to(dtype)[:, None] * (rows(prev, dtype) - affine_mean(x, v, a, b, dtype))
     if v_ref is not None:
         weight = grad_kl.double() * slope * b.double() * precision(s)
         grad = grad + weight.to(dtype)[:, None] * (rows(v, dtype) - rows(v_ref, dtype))
-    return grad.to(v.dtype).reshape(v.shape)
+    return grad
 
 
 _sde_log_prob_backward = register_op(

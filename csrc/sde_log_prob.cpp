@@ -1,0 +1,116 @@
+// sde_log_prob: three sums of each chunk in one pass, then the results of each sample; the gradient in another pass.
+#include "cpu.h"
+#include "guidance.h"
+
+namespace flowgrpo::cpu {
+namespace {
+
+struct Sums {
+  float square, distance, ratio;
+};
+
+FLOWGRPO_CLONES Sums log_prob_chunk(const SdeLogProb& op, int64_t sample, int64_t chunk) {
+  float x_buffer[kLanes], v_buffer[kLanes], prev_buffer[kLanes], other_buffer[kLanes], combined[kLanes];
+  float square[kLanes] = {}, distance[kLanes] = {}, ratio[kLanes] = {};
+  const float a = op.a[sample], b = op.b[sample];
+  for (int64_t block = 0; block < kBlocks; ++block) {
+    const int64_t offset = chunk * kChunk + block * kLanes;
+    const int64_t n = op.length - offset < kLanes ? op.length - offset : kLanes;
+    if (n <= 0) break;
+    const float* x = load(op.x, sample, offset, n, x_buffer);
+    const float* v = load(op.v, sample, offset, n, v_buffer);
+    const float* prev = load(op.prev, sample, offset, n, prev_buffer);
+    if (op.neg.data) {
+      guide(v, load(op.neg, sample, offset, n, other_buffer), op.scale[sample], op.token, kLanes, combined);
+      round_lanes(combined, op.v.dtype);
+      v = combined;
+    }
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const float residual = prev[i] - affine_mean(x[i], v[i], a, b);
+      square[i] += residual * residual;
+    }
+    if (op.ref.data) {
+      const float* ref = load(op.ref, sample, offset, n, other_buffer);
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const float shift = b * (v[i] - ref[i]);
+        distance[i] += shift * shift;
+      }
+    }
+    if (op.old.data) {
+      const float* old = load(op.old, sample, offset, n, other_buffer);
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const float shift = b * (v[i] - old[i]);
+        ratio[i] += (2.0f * (prev[i] - affine_mean(x[i], old[i], a, b)) - shift) * shift;
+      }
+    }
+  }
+  return {tree_sum(square, kLanes), op.ref.data ? tree_sum(distance, kLanes) : 0.0f,
+          op.old.data ? tree_sum(ratio, kLanes) : 0.0f};
+}
+
+FLOWGRPO_CLONES void backward_chunk(const SdeLogProbBackward& op, int64_t sample, int64_t chunk, bool stream) {
+  float x_buffer[kLanes], v_buffer[kLanes], prev_buffer[kLanes], neg_buffer[kLanes], ref_buffer[kLanes];
+  float combined[kLanes], grad[kLanes], grad_neg[kLanes];
+  const float a = op.a[sample], b = op.b[sample];
+  double upstream = op.grad_log_prob[sample], kl_upstream = op.ref.data ? op.grad_kl[sample] : 0.0;
+  if (op.grad_log_ratio) upstream += op.grad_log_ratio[sample];
+  if (op.grad_loss) {
+    upstream *= *op.grad_loss;
+    kl_upstream *= *op.grad_loss;
+  }
+  const Weights weight = sample_weights(upstream, kl_upstream, b, op.s[sample], op.length, op.gaussian, op.mean);
+  for (int64_t block = 0; block < kBlocks; ++block) {
+    const int64_t offset = chunk * kChunk + block * kLanes, at = sample * op.length + offset;
+    const int64_t n = op.length - offset < kLanes ? op.length - offset : kLanes;
+    if (n <= 0) break;
+    const float* x = load(op.x, sample, offset, n, x_buffer);
+    const float* pos = load(op.v, sample, offset, n, v_buffer);
+    const float* prev = load(op.prev, sample, offset, n, prev_buffer);
+    const float *v = pos, *neg = nullptr;
+    if (op.neg.data) {
+      neg = load(op.neg, sample, offset, n, neg_buffer);
+      guide(pos, neg, op.scale[sample], op.token, kLanes, combined);
+      round_lanes(combined, op.v.dtype);
+      v = combined;
+    }
+    for (int64_t i = 0; i < kLanes; ++i) grad[i] = weight.residual * (prev[i] - affine_mean(x[i], v[i], a, b));
+    if (op.ref.data) {
+      const float* ref = load(op.ref, sample, offset, n, ref_buffer);
+      for (int64_t i = 0; i < kLanes; ++i) grad[i] += weight.shift * (v[i] - ref[i]);
+    }
+    if (op.neg.data) {
+      guide_backward(grad, pos, neg, op.scale[sample], op.token, kLanes, grad, grad_neg);
+      store(op.grad_neg, at, n, grad_neg, stream);
+    }
+    store(op.grad_v, at, n, grad, stream);
+  }
+  fence(stream);
+}
+
+}  // namespace
+
+void sde_log_prob(const SdeLogProb& op) {
+  const int64_t per_sample = chunks(op.length), plane = op.batch * per_sample;
+  for_each_chunk(op.batch, op.length, [&](int64_t sample, int64_t chunk) {
+    const Sums sums = log_prob_chunk(op, sample, chunk);
+    float* partial = op.partial + sample * per_sample + chunk;
+    partial[0] = sums.square;
+    partial[plane] = sums.distance;
+    partial[2 * plane] = sums.ratio;
+  });
+  for (int64_t i = 0; i < op.batch; ++i) {
+    const float* partial = op.partial + i * per_sample;
+    const float s = op.s[i];
+    const auto sum = [&](int64_t which) { return lane_sum<double>(partial + which * plane, per_sample); };
+    op.log_prob[i] = log_density(sum(0), s, op.length, op.gaussian, op.mean);
+    op.kl[i] = op.ref.data ? scaled_sum(sum(1), s, op.length, true, op.mean) : 0.0f;
+    op.log_ratio[i] = op.old.data ? scaled_sum(sum(2), s, op.length, op.gaussian, op.mean) : 0.0f;
+  }
+}
+
+void sde_log_prob_backward(const SdeLogProbBackward& op) {
+  const bool stream = streams(op.grad_v, op.batch * op.length);
+  for_each_chunk(op.batch, op.length, [&](int64_t sample, int64_t chunk) { backward_chunk(op, sample, chunk, stream); });
+}
+
+}  // namespace flowgrpo::cpu
