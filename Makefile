@@ -4,17 +4,24 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do command -v $$p >/de
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.ready-$(shell cat pyproject.toml setup.py Makefile | sha256sum | cut -c1-16)-$(TORCH)
+STAMP := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | sha256sum | cut -c1-16)-$(TORCH)
+BUILT := $(VENV)/.built-$(shell cat setup.py csrc/* | sha256sum | cut -c1-16)-$(TORCH)
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test lint format bench bench-quick clean
 
-setup: $(STAMP)
+setup: $(STAMP) $(BUILT)
 
 $(STAMP):
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; set PYTHON=/path/to/python" >&2; exit 1; }
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) setuptools -e ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) setuptools
+	FLOWGRPO_BUILD_EXT=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation $(TORCH) -e ".[train,dev]"
+	touch $@
+
+# The compiled kernels, in place. Optional: without a compiler this says so in one line and everything else goes on.
+$(BUILT): $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
 demo: setup
@@ -33,8 +40,12 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The tables and plots of benchmarks/results. Nothing else may run beside it: about half an hour on two cores.
 bench: setup
+	for table in kernels training_step advantages exchange roofline plot; do $(BIN)/python -m benchmarks.$$table || exit 1; done
+
+bench-quick: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache flowgrpo_fast/_C*.so

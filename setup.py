@@ -18,12 +18,23 @@ WANTED = os.environ.get("FLOWGRPO_BUILD_EXT", "")
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY", "-DPy_LIMITED_API=0x030A0000"]
 # No contraction: every backend has the reference's bits. The other two only tell the compiler that nobody looks at errno or traps,
 # without which it does not vectorise a square root or a choice between two values.
-CXX = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", *DEFINES]
+CXX = [
+    "-O3",
+    "-std=c++20",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-g0",
+    *DEFINES,
+]
 NVCC = ["-O3", "-std=c++20", "-fmad=false", *DEFINES]
 
 
 def skipped(reason: str) -> dict:
-    message = f"flowgrpo_fast: compiled kernels skipped ({reason}); everything works without them, by Triton or pure torch"
+    message = (
+        f"flowgrpo_fast: compiled kernels skipped ({reason}); everything works without them, by Triton or pure torch"
+    )
     if WANTED == "1":
         raise SystemExit(f"{message}. FLOWGRPO_BUILD_EXT=1 asked for them")
     print(message, file=sys.stderr)
@@ -49,7 +60,9 @@ def extension() -> dict:
         return skipped(f"no C++ compiler: {compiler} is not found")
 
     with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
-    sources = sorted(map(str, Path("csrc").glob("*.cpp"))) + (sorted(map(str, Path("csrc").glob("*.cu"))) if with_cuda else [])
+    sources = sorted(map(str, Path("csrc").glob("*.cpp"))) + (
+        sorted(map(str, Path("csrc").glob("*.cu"))) if with_cuda else []
+    )
     cuda = ["-DUSE_CUDA"] if with_cuda else []
     kind = CUDAExtension if with_cuda else CppExtension
     extension = kind(

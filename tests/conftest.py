@@ -1,8 +1,10 @@
-"""Shared by all tests: fresh memory is poisoned, so that a kernel that forgets an element shows NaN instead of luck."""
+"""Shared by all tests: fresh memory is poisoned, and the tests of the ops run on every backend that runs on a CPU."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,16 @@ import torch
 
 # The trainer tests compare bits between CPU ranks, on CUDA machines too. DeepSpeed reads this when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before their import.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from flowgrpo_fast.ops import BackendFallbackWarning, _registry, use_backend
+
+OP_TESTS = ("sde_step", "sde_log_prob", "group_advantage", "policy_loss", "cfg_combine", "flow_grpo_loss")
+CPU_BACKENDS = ["reference", *(b for b in ("cpp", "triton") if _registry._find("sde_step", b, "cpu"))]
+# Minutes each in the interpreter, and no other code than shorter rows.
+TOO_LONG_TO_INTERPRET = ("65536", "65537", "40000", "257", "16384")
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +34,41 @@ def poisoned_empty() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.removeprefix("test_") in OP_TESTS:
+        metafunc.parametrize("op_backend", CPU_BACKENDS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def op_backend(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """The backend that the test's ops run on; falling back from it is an error."""
+    name = getattr(request, "param", None)
+    if name is None:
+        yield None
+        return
+    with use_backend(name), warnings.catch_warnings():
+        warnings.simplefilter("error", BackendFallbackWarning)
+        yield name
+
+
+def pytest_report_header() -> list[str]:
+    nvcc = shutil.which("nvcc") or "not found: the .cu gate of test_aot.py is not collected"
+    return [f"op backends on the CPU: {', '.join(CPU_BACKENDS)}", f"nvcc: {nvcc}"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    dropped = [item for item in items if _is_dropped(item.name)]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in dropped]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _is_dropped(name: str) -> bool:
+    if name.startswith("test_nvcc"):
+        return shutil.which("nvcc") is None
+    return "[triton" in name and any(length in name for length in TOO_LONG_TO_INTERPRET)

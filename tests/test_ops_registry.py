@@ -34,8 +34,9 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave no trace: tables, announcements and the current backend are put back."""
-    monkeypatch.setattr(_registry, "_backends", {name: dict(table) for name, table in _registry._backends.items()})
+    """No backend but the reference unless a test registers one; tables, announcements and the current backend are put back."""
+    monkeypatch.setattr(_registry, "_backends", {name: {} for name in _registry._backends})
+    monkeypatch.setattr(_registry, "_import", lambda *_: None)
     monkeypatch.setattr(_registry, "_announced", set())
     monkeypatch.setattr(_registry, "_current", "auto")
 
@@ -55,7 +56,7 @@ before, start = set(sys.modules), time.process_time()
 import flowgrpo_fast.ops
 seconds = time.process_time() - start
 new = {name for name in set(sys.modules) - before if not name.startswith(("flowgrpo_fast", "torch"))}
-heavy = [m for m in ("triton", "deepspeed", "diffusers", "transformers", "peft", "scipy", "pandas") if m in sys.modules]
+heavy = [m for m in ("triton", "deepspeed", "diffusers", "transformers", "peft", "scipy", "pandas") if m in new]
 ours = sorted(name for name in sys.modules if name.startswith("flowgrpo_fast") and ".ops" not in name)
 os.environ["FLOWGRPO_BACKEND"] = "cuda"
 print(seconds < 0.5, flowgrpo_fast.ops._registry._current, heavy, ours)

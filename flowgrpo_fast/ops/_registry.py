@@ -34,7 +34,9 @@ _PREFERENCE = {"cuda": ("triton", "cuda"), "cpu": ("cpp",)}
 Implementation = Callable[..., Any]
 
 _library = torch.library.Library(NAMESPACE, "DEF")  # module-level: dropping it would unregister every op
-_backends: dict[str, dict[tuple[str, str], Implementation | None]] = {}  # op -> (backend, device type) -> function; None = there is none
+_backends: dict[
+    str, dict[tuple[str, str], Implementation | None]
+] = {}  # op -> (backend, device type) -> function; None = there is none
 _announced: set[tuple[str, str]] = set()
 
 

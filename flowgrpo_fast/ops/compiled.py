@@ -31,7 +31,9 @@ def is_built(device_type: str) -> bool:
     except ModuleNotFoundError:
         return False
     except ImportError as error:
-        warnings.warn(f"flowgrpo_fast._C does not load ({error}); rebuild it: pip install --no-build-isolation .", stacklevel=2)
+        warnings.warn(
+            f"flowgrpo_fast._C does not load ({error}); rebuild it: pip install --no-build-isolation .", stacklevel=2
+        )
         return False
     key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
     return torch._C._dispatch_has_kernel_for_dispatch_key("flowgrpo_fast_C::sde_step", key)

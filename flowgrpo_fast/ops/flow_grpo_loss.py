@@ -32,7 +32,13 @@ from flowgrpo_fast.ops._checks import (
 from flowgrpo_fast.ops._registry import register_op
 from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_combine_reference, guidance_scale
 from flowgrpo_fast.ops.coefficients import FORMS, REDUCTIONS, StepCoefficients
-from flowgrpo_fast.ops.policy_loss import METRICS, denominator_tensor, kept_denominator, policy_loss_reference, total_entries
+from flowgrpo_fast.ops.policy_loss import (
+    METRICS,
+    denominator_tensor,
+    kept_denominator,
+    policy_loss_reference,
+    total_entries,
+)
 from flowgrpo_fast.ops.sde_log_prob import gradient_rows, sde_log_prob_reference
 
 
@@ -64,9 +70,7 @@ def flow_grpo_loss_reference(
     log_prob, kl, log_ratio = sde_log_prob_reference(x, combined, prev, a, b, s, v_ref, v_old, form, reduction)
     if old_log_prob is not None:
         log_ratio = log_prob - old_log_prob.to(log_prob.dtype)
-    loss, metrics, weight = policy_loss_reference(
-        log_ratio, adv, step_weight, mask, denominator, clip_low, clip_high
-    )
+    loss, metrics, weight = policy_loss_reference(log_ratio, adv, step_weight, mask, denominator, clip_low, clip_high)
     kept, total = kept_denominator(kl, mask, denominator)
     kl = torch.where(kept, kl, 0.0)
     mean_kl = (total_entries(kl) / total).to(kl.dtype)

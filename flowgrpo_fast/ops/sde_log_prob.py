@@ -91,7 +91,9 @@ def sde_log_prob_backward_reference(
     form: str,
     reduction: str,
 ) -> Tensor:
-    grad = gradient_rows(grad_log_prob.double() + grad_log_ratio.double(), grad_kl, x, v, prev, a, b, s, v_ref, form, reduction)
+    grad = gradient_rows(
+        grad_log_prob.double() + grad_log_ratio.double(), grad_kl, x, v, prev, a, b, s, v_ref, form, reduction
+    )
     return grad.to(v.dtype).reshape(v.shape)
 
 

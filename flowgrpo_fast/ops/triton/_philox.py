@@ -12,9 +12,9 @@ from flowgrpo_fast.ops import _philox as spec
 _SQRT_HALF_BITS: tl.constexpr = tl.constexpr(spec._SQRT_HALF_BITS)
 _LN_2: tl.constexpr = tl.constexpr(spec._LN_2)
 _QUARTER: tl.constexpr = tl.constexpr(2.0**-22 * math.pi / 2)
-_ARTANH: tl.constexpr = tl.constexpr(spec._ARTANH)
-_COS: tl.constexpr = tl.constexpr(spec._COS)
-_SIN: tl.constexpr = tl.constexpr(spec._SIN)
+_A0, _A1, _A2, _A3, _A4, _A5, _A6 = map(tl.constexpr, spec._ARTANH)
+_C0, _C1, _C2, _C3, _C4, _C5, _C6 = map(tl.constexpr, spec._COS)
+_S0, _S1, _S2, _S3, _S4, _S5, _S6 = map(tl.constexpr, spec._SIN)
 
 
 @triton.jit
@@ -31,12 +31,9 @@ def philox_words(seed, step, stream, sample_id, counter):
 
 
 @triton.jit
-def horner(z, COEFFICIENTS: tl.constexpr):
-    last: tl.constexpr = len(COEFFICIENTS) - 1
-    total = tl.full(z.shape, COEFFICIENTS[last], tl.float64)
-    for i in tl.static_range(last):
-        total = COEFFICIENTS[last - 1 - i] + z * total
-    return total
+def series(z, c0, c1, c2, c3, c4, c5, c6):
+    """c0 + z (c1 + z (...))"""
+    return c0 + z * (c1 + z * (c2 + z * (c3 + z * (c4 + z * (c5 + z * c6)))))
 
 
 @triton.jit
@@ -46,15 +43,15 @@ def box_muller(word_0, word_1):
     exponent = (pattern - _SQRT_HALF_BITS) >> 52
     m = (pattern - (exponent << 52)).to(tl.float64, bitcast=True)
     f = (m - 1.0) / (m + 1.0)
-    log_u = exponent.to(tl.float64) * _LN_2 + 2.0 * f * horner(f * f, _ARTANH)
+    log_u = exponent.to(tl.float64) * _LN_2 + 2.0 * f * series(f * f, _A0, _A1, _A2, _A3, _A4, _A5, _A6)
     radius = tl.sqrt(-2.0 * log_u)
 
     bits = (word_1 >> 8).to(tl.int32)
     quarter = (bits + (1 << 21)) >> 22
     angle = ((bits - (quarter << 22)).to(tl.float64) + 0.5) * _QUARTER
     square = angle * angle
-    cos = horner(square, _COS)
-    sin = angle * horner(square, _SIN)
+    cos = series(square, _C0, _C1, _C2, _C3, _C4, _C5, _C6)
+    sin = angle * series(square, _S0, _S1, _S2, _S3, _S4, _S5, _S6)
     odd = (quarter & 1) == 1
     x = tl.where(odd, sin, cos)
     y = tl.where(odd, cos, sin)

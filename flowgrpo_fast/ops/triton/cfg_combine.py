@@ -18,9 +18,9 @@ from flowgrpo_fast.ops.triton._common import (
     chunks,
     load_block,
     on_device,
+    optional_rows,
     round_to,
     row_stride,
-    optional_rows,
     store_block,
 )
 

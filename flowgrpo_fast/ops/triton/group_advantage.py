@@ -34,10 +34,10 @@ def group_advantage_kernel(
     count, total, everyone = zero, zero, zero
     for j in range(batch):
         reward, used = used_reward(reward_ptr + j, valid_ptr, j, j < batch, VALID)
-        same = ((tl.load(group_ptr + j) == group) & used).to(tl.float64)
+        same = tl.where(tl.load(group_ptr + j) == group, used, 0.0)
         count += same
-        total += tl.where(same > 0, reward, 0.0)
-        everyone += used.to(tl.float64)
+        total += same * reward
+        everyone += used
     mean = total / tl.maximum(count, 1.0)
     whole = zero
     if GLOBAL:
@@ -50,9 +50,9 @@ def group_advantage_kernel(
     total, total_whole = zero, zero
     for j in range(batch):
         reward, used = used_reward(reward_ptr + j, valid_ptr, j, j < batch, VALID)
-        same = (tl.load(group_ptr + j) == group) & used
-        total += tl.where(same, reward - mean, 0.0)
-        total_whole += tl.where(used, reward - whole, 0.0)
+        same = tl.where(tl.load(group_ptr + j) == group, used, 0.0)
+        total += same * (reward - mean)
+        total_whole += used * (reward - whole)
     mean += total / tl.maximum(count, 1.0)
     whole += total_whole / tl.maximum(everyone, 1.0)
 
@@ -67,27 +67,27 @@ def group_advantage_kernel(
                 reward, used = used_reward(reward_ptr + j, valid_ptr, j, j < batch, VALID)
                 if GLOBAL:
                     deviation = reward - whole
-                    total += tl.where(used, deviation * deviation - square, 0.0)
+                    total += used * (deviation * deviation - square)
                 else:
                     deviation = reward - mean
-                    same = (tl.load(group_ptr + j) == group) & used
-                    total += tl.where(same, deviation * deviation - square, 0.0)
+                    same = tl.where(tl.load(group_ptr + j) == group, used, 0.0)
+                    total += same * (deviation * deviation - square)
             square += total / tl.maximum(count, 1.0)
         scale = tl.sqrt(square) + eps
     deviation = own - mean
-    advantage = tl.where(own_used & (scale > 0), deviation / tl.where(scale > 0, scale, 1.0), 0.0)
+    advantage = tl.where((own_used > 0) & (scale > 0), deviation / tl.where(scale > 0, scale, 1.0), 0.0)
     advantage = tl.where(advantage > clip, clip, tl.where(advantage < -clip, -clip, advantage))
     tl.store(out_ptr + row, advantage.to(tl.float32), mask=inside)
 
 
 @triton.jit
 def used_reward(ptr, valid_ptr, index, mask, VALID: tl.constexpr):
-    """The reward in fp64 (0 where it does not count) and whether it counts."""
+    """The reward in fp64 (0 where it does not count) and whether it counts, 1.0 or 0.0: a factor, which changes no bit of a sum."""
     reward = tl.load(ptr, mask=mask, other=float("nan")).to(tl.float64)
     used = tl.abs(reward) < float("inf")
     if VALID:
-        used = used & (tl.load(valid_ptr + index, mask=mask, other=0) != 0)
-    return tl.where(used, reward, 0.0), used
+        used &= tl.load(valid_ptr + index, mask=mask, other=0) != 0
+    return tl.where(used, reward, 0.0), used.to(tl.float64)
 
 
 def _bits(value: float) -> int:

@@ -14,11 +14,11 @@ from flowgrpo_fast.ops.triton._common import (
     LANES_,
     LAUNCH,
     chunks,
-    load_block,
     lanes_for,
+    load_block,
     on_device,
-    row_stride,
     optional_rows,
+    row_stride,
     store_block,
     sum_chunks,
     tree_sum,
@@ -149,10 +149,7 @@ def sample_weights(
         grad += tl.load(grad_log_ratio_ptr + row).to(tl.float64)
     if LOSS:
         grad *= tl.load(grad_loss_ptr).to(tl.float64)
-    if GAUSSIAN:
-        weight = grad * slope * precision
-    else:
-        weight = tl.where(ode, 0.0, grad * slope)
+    weight = grad * slope * precision if GAUSSIAN else tl.where(ode, 0.0, grad * slope)
     kl_weight = weight * 0.0
     if KL:
         grad_kl = tl.load(grad_kl_ptr + row).to(tl.float64)

@@ -15,9 +15,9 @@ from flowgrpo_fast.ops.triton._common import (
     chunks,
     load_block,
     on_device,
+    optional_rows,
     round_to,
     row_stride,
-    optional_rows,
     store_block,
     tree_sum,
 )
@@ -38,13 +38,14 @@ def sde_step_kernel(
     a, b, s = tl.load(a_ptr + row), tl.load(b_ptr + row), tl.load(s_ptr + row)
     square = tl.zeros([LANES_], tl.float32)
     for i in tl.static_range(BLOCKS_):
-        x = load_block(x_ptr + row * x_row + start, i, remaining)
-        v = load_block(v_ptr + row * v_row + start, i, remaining)
+        # Noise before x and v: Philox and Box-Muller need the registers.
         if PHILOX:
             step, sample_id = tl.load(step_ptr + row), tl.load(id_ptr + row)
             noise = normal_block(seed, step, stream, sample_id, start + i * LANES_, LANES_)
         else:
             noise = load_block(noise_ptr + row * noise_row + start, i, remaining)
+        x = load_block(x_ptr + row * x_row + start, i, remaining)
+        v = load_block(v_ptr + row * v_row + start, i, remaining)
         mean = x * a + v * b
         stored = round_stored(tl.where(s == 0, mean, mean + s * noise), prev_ptr)
         store_block(prev_ptr + row * length + start, i, remaining, stored)

@@ -1,0 +1,189 @@
+"""Every backend gives the bits of the reference on the CPU: forward and backward, all ops, dtypes and options.
+
+The reference's accuracy is the business of each op's own tests; equal bits carry it over. On a GPU (marker `gpu`) Triton, CUDA and the
+reference itself are held to the same, from the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import CPU_BACKENDS
+from torch import Tensor
+from util import DTYPES, coefficients, randn, steps
+
+from flowgrpo_fast.ops import (
+    NoiseKey,
+    cfg_combine,
+    flow_grpo_loss,
+    group_advantage,
+    policy_loss,
+    sde_log_prob,
+    sde_step,
+    use_backend,
+)
+
+SHAPES = ((3, 1), (2, 5, 3), (2, 9, 64), (2, 2, 3, 4, 5), (1, 4099))
+TARGETS = [
+    *(pytest.param(backend, "cpu") for backend in CPU_BACKENDS if backend != "reference"),
+    *(pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("triton", "cuda", "reference")),
+]
+Inputs = dict[str, Tensor]
+Call = Callable[[Inputs], tuple[Tensor, ...]]
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Inputs:
+    latents = {name: randn(shape, seed, dtype) for seed, name in enumerate(("v", "v_neg", "v_old", "v_ref", "noise"))}
+    x, coef = randn(shape, 9), coefficients(shape[0])
+    prev, log_prob = sde_step(x, latents["v_old"], coef, noise=latents["noise"])
+    rows = {"a": coef.a, "b": coef.b, "s": coef.s, "old_log_prob": log_prob, "adv": randn(shape[:1], 10)}
+    return {
+        **latents,
+        "x": x,
+        "prev": prev,
+        **rows,
+        "step": steps(shape[0]),
+        "id": torch.arange(shape[0]) * 7919 + (1 << 33),
+    }
+
+
+def coef(given: Inputs):
+    from flowgrpo_fast.ops import StepCoefficients
+
+    return StepCoefficients(given["a"], given["b"], given["s"])
+
+
+def with_gradients(function: Callable[[Inputs], tuple[Tensor, ...]], *names: str) -> Call:
+    """Outputs, and the gradients of the named inputs under fixed weights."""
+
+    def call(given: Inputs) -> tuple[Tensor, ...]:
+        leaves = {name: given[name].detach().clone().requires_grad_(True) for name in names}
+        outputs = function({**given, **leaves})
+        sum((output.float() * (i + 1)).sum() for i, output in enumerate(outputs) if output.requires_grad).backward()
+        return *(output.detach() for output in outputs), *(leaf.grad for leaf in leaves.values())
+
+    return call
+
+
+def calls() -> Iterator[tuple[str, Call]]:
+    for form in ("gaussian", "flow_grpo"):
+        for reduction in ("mean", "sum"):
+            named = {"form": form, "reduction": reduction}
+
+            def step(g: Inputs, named=named) -> tuple[Tensor, ...]:
+                return sde_step(g["x"], g["v"], coef(g), noise=g["noise"], **named)
+
+            def log_prob(g: Inputs, named=named) -> tuple[Tensor, ...]:
+                return tuple(sde_log_prob(g["x"], g["v"], g["prev"], coef(g), g["v_ref"], g["v_old"], **named))
+
+            yield f"sde_step {form} {reduction}", with_gradients(step, "x", "v")
+            yield f"sde_log_prob {form} {reduction}", with_gradients(log_prob, "v")
+    yield (
+        "sde_log_prob alone",
+        with_gradients(lambda g: (sde_log_prob(g["x"], g["v"], g["prev"], coef(g)).log_prob,), "v"),
+    )
+    yield "sde_step philox", lambda g: sde_step(g["x"], g["v"], coef(g), key=NoiseKey(5 << 40, g["step"], g["id"], 3))
+    yield (
+        "sde_step philox rounded",
+        lambda g: sde_step(g["x"], g["v"], coef(g), key=NoiseKey(1, g["step"], g["id"]), out_dtype=g["v"].dtype),
+    )
+    for rescale in (False, True):
+        yield (
+            f"cfg_combine {rescale}",
+            with_gradients(lambda g, r=rescale: (cfg_combine(g["v"], g["v_neg"], 3.5, r),), "v", "v_neg"),
+        )
+        for everything in (False, True):
+
+            def loss(g: Inputs, rescale=rescale, everything=everything) -> tuple[Tensor, ...]:
+                batch = len(g["adv"])
+                more = (
+                    {
+                        "v_old": g["v_old"], "v_ref": g["v_ref"], "kl_weight": 0.3, "step_weight": g["adv"].abs(),
+                        "mask": torch.arange(batch, device=g["adv"].device) != 1, "denominator": 7.0,
+                    }
+                    if everything
+                    else {"old_log_prob": g["old_log_prob"]}
+                )  # fmt: skip
+                value, metrics = flow_grpo_loss(
+                    g["v"], g["x"], g["prev"], coef(g), g["adv"], v_neg=g["v_neg"], scale=3.5, rescale=rescale, clip_low=0.1,
+                    clip_high=0.2, **more,
+                )  # fmt: skip
+                return value, *metrics.values()
+
+            yield f"flow_grpo_loss {rescale} {everything}", with_gradients(loss, "v", "v_neg")
+
+
+CALLS = dict(calls())
+
+
+def assert_same_values(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    for i, (left, right) in enumerate(zip(got, want, strict=True)):
+        left = left.cpu()
+        assert left.dtype == right.dtype
+        same = (left == right) | (left.isnan() & right.isnan())
+        assert left.shape == right.shape
+        assert bool(same.all()), (
+            f"output {i}: largest difference {(left.double() - right.double()).abs().max().item():.3e}"
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_equal_bits(backend: str, device: str, call: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = inputs(shape, dtype)
+    with use_backend("reference"):
+        want = CALLS[call](given)
+    with use_backend(backend):
+        got = CALLS[call]({name: value.to(device) for name, value in given.items()})
+    assert_same_values(got, want)
+
+
+@pytest.mark.parametrize("normalize", ["global_std", "group_std", "none"])
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_equal_advantages(backend: str, device: str, normalize: str) -> None:
+    rewards, group, valid = randn((57,), 1), torch.arange(57) * 7 % 5 - 2, torch.arange(57) % 6 != 0
+    rewards[3], rewards[11] = float("nan"), float("inf")
+    with use_backend("reference"):
+        want = group_advantage(rewards, group, normalize, valid=valid)
+    with use_backend(backend):
+        got = group_advantage(rewards.to(device), group.to(device), normalize, valid=valid.to(device))
+    assert_same_values((got,), (want,))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("batch", "count"), [(1, 1), (7, 3), (700, 2)])
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_equal_losses(backend: str, device: str, batch: int, count: int, weighted: bool) -> None:
+    given = {"log_ratio": 0.3 * randn((batch, count), 1), "adv": randn((batch,), 2)}
+    more = {"step_weight": randn((count,), 3).abs(), "mask": torch.arange(batch) % 3 != 1} if weighted else {}
+
+    def call(g: Inputs) -> tuple[Tensor, ...]:
+        loss, metrics = policy_loss(None, None, clip_low=0.2, clip_high=0.28, **g)
+        return loss, *metrics.values()
+
+    with use_backend("reference"):
+        want = with_gradients(call, "log_ratio")({**given, **more})
+    with use_backend(backend):
+        got = with_gradients(call, "log_ratio")({name: value.to(device) for name, value in {**given, **more}.items()})
+    assert_same_values(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_training_step_waits_for_nothing(backend: str) -> None:
+    """No host sync on a GPU, from the sampler's step to the gradient."""
+    given = {name: value.cuda() for name, value in inputs((2, 9, 64), torch.bfloat16).items()}
+    names = ("sde_step philox", "sde_log_prob gaussian mean", "flow_grpo_loss True False")
+    with use_backend(backend):
+        for name in names:
+            CALLS[name](given)  # compilation may wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for name in names:
+                CALLS[name](given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
