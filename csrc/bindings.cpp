@@ -90,9 +90,15 @@ void run(const Tensor& like, const Op& op, OnCpu on_cpu, OnCuda on_cuda) {
 }
 
 #ifdef USE_CUDA
-#define FLOWGRPO_RUN(like, name, op) run(like, op, cpu::name, cuda::name)
+#define FLOWGRPO_CUDA(name) cuda::name
 #else
-#define FLOWGRPO_RUN(like, name, op) run(like, op, cpu::name, nullptr)
+#define FLOWGRPO_CUDA(name) nullptr
+#endif
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FLOWGRPO_FASTEST(name) (__builtin_cpu_supports("avx2") ? avx2::name : cpu::name)
+#else
+#define FLOWGRPO_FASTEST(name) cpu::name
 #endif
 
 void sde_step(const Tensor& x, const Tensor& v, const Tensor& a, const Tensor& b, const Tensor& s, const Optional& noise,
@@ -103,7 +109,7 @@ void sde_step(const Tensor& x, const Tensor& v, const Tensor& a, const Tensor& b
   const SdeStep op{batch, length, rows(x, x), rows(v, x), rows(noise, x), floats(a, batch), floats(b, batch),
                    floats(s, batch), integers(step, batch), integers(sample_id, batch), seed, stream, out(prev, x),
                    floats(partial, batch * chunk_count(length)), floats(log_prob, batch), gaussian, mean};
-  FLOWGRPO_RUN(x, sde_step, op);
+  run(x, op, FLOWGRPO_FASTEST(sde_step), FLOWGRPO_CUDA(sde_step));
 }
 
 void sde_log_prob(const Tensor& x, const Tensor& v, const Optional& neg, const Optional& scale, int64_t token,
@@ -115,7 +121,7 @@ void sde_log_prob(const Tensor& x, const Tensor& v, const Optional& neg, const O
                       rows(old, x), floats(a, batch), floats(b, batch), floats(s, batch), floats(scale, batch),
                       floats(partial, 3 * batch * chunk_count(length)), floats(log_prob, batch), floats(kl, batch),
                       floats(log_ratio, batch), gaussian, mean};
-  FLOWGRPO_RUN(x, sde_log_prob, op);
+  run(x, op, FLOWGRPO_FASTEST(sde_log_prob), FLOWGRPO_CUDA(sde_log_prob));
 }
 
 void sde_log_prob_backward(const Tensor& grad_log_prob, const Tensor& grad_kl, const Optional& grad_log_ratio,
@@ -128,19 +134,19 @@ void sde_log_prob_backward(const Tensor& grad_log_prob, const Tensor& grad_kl, c
                               floats(grad_log_ratio, batch), floats(grad_loss, 1), rows(x, x), rows(v, x), rows(neg, x),
                               rows(prev, x), rows(ref, x), floats(a, batch), floats(b, batch), floats(s, batch),
                               floats(scale, batch), out(grad_v, x), out(grad_neg, x), gaussian, mean};
-  FLOWGRPO_RUN(x, sde_log_prob_backward, op);
+  run(x, op, FLOWGRPO_FASTEST(sde_log_prob_backward), FLOWGRPO_CUDA(sde_log_prob_backward));
 }
 
 void scale_rows(const Tensor& grad, const Tensor& coefficient, const Tensor& result) {
   const int64_t batch = grad.size(0);
   const ScaleRows op{batch, grad.size(1), rows(grad, grad), floats(coefficient, batch), out(result, grad)};
-  FLOWGRPO_RUN(grad, scale_rows, op);
+  run(grad, op, FLOWGRPO_FASTEST(scale_rows), FLOWGRPO_CUDA(scale_rows));
 }
 
 void cfg_combine(const Tensor& pos, const Tensor& neg, const Tensor& scale, int64_t token, const Tensor& result) {
   const int64_t batch = pos.size(0);
   const CfgCombine op{batch, pos.size(1), token, rows(pos, pos), rows(neg, pos), floats(scale, batch), out(result, pos)};
-  FLOWGRPO_RUN(pos, cfg_combine, op);
+  run(pos, op, FLOWGRPO_FASTEST(cfg_combine), FLOWGRPO_CUDA(cfg_combine));
 }
 
 void cfg_combine_backward(const Tensor& grad, const Optional& pos, const Optional& neg, const Tensor& scale, int64_t token,
@@ -148,7 +154,7 @@ void cfg_combine_backward(const Tensor& grad, const Optional& pos, const Optiona
   const int64_t batch = grad.size(0);
   const CfgCombineBackward op{batch, grad.size(1), token, rows(grad, grad), rows(pos, grad), rows(neg, grad),
                               floats(scale, batch), out(grad_pos, grad), out(grad_neg, grad)};
-  FLOWGRPO_RUN(grad, cfg_combine_backward, op);
+  run(grad, op, FLOWGRPO_FASTEST(cfg_combine_backward), FLOWGRPO_CUDA(cfg_combine_backward));
 }
 
 void group_advantage(const Tensor& rewards, const Tensor& group, const Optional& valid, bool global_std, bool scaled,
@@ -157,7 +163,7 @@ void group_advantage(const Tensor& rewards, const Tensor& group, const Optional&
   const uint8_t* used = valid ? numbers<uint8_t>(*valid, ScalarType::Byte, batch) : nullptr;
   const GroupAdvantage op{batch, entries(rewards), integers(group, batch), used, floats(advantage, batch), global_std,
                           scaled, eps, clip};
-  FLOWGRPO_RUN(rewards, group_advantage, op);
+  run(rewards, op, cpu::group_advantage, FLOWGRPO_CUDA(group_advantage));
 }
 
 void policy_loss(const Tensor& log_ratio, const Optional& old_log_prob, const Tensor& adv, const Optional& step_weight,
@@ -168,7 +174,7 @@ void policy_loss(const Tensor& log_ratio, const Optional& old_log_prob, const Te
                       entries(adv), entries(step_weight), entries(mask, true), floats(denominator, 1), floats(kl, count),
                       static_cast<float>(kl_weight), static_cast<float>(clip_low), static_cast<float>(clip_high),
                       floats(loss, 1), floats(metrics, 8), floats(grad_kl, count), out(grad, log_ratio)};
-  FLOWGRPO_RUN(log_ratio, policy_loss, op);
+  run(log_ratio, op, cpu::policy_loss, FLOWGRPO_CUDA(policy_loss));
 }
 
 // An uninitialised contiguous tensor of like's shape from the pool of pool.h.

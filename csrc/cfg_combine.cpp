@@ -2,13 +2,13 @@
 #include "cpu.h"
 #include "guidance.h"
 
-namespace flowgrpo::cpu {
+namespace flowgrpo::FLOWGRPO_CPU {
 namespace {
 
 // Whole tokens; the caller keeps them at most 1,024 channels wide.
 int64_t block_length(int64_t token) { return token == 0 ? kLanes : kLanes / token * token; }
 
-FLOWGRPO_CLONES void combine_block(const CfgCombine& op, int64_t sample, int64_t offset, int64_t n, bool stream) {
+void combine_block(const CfgCombine& op, int64_t sample, int64_t offset, int64_t n, bool stream) {
   float pos_buffer[kLanes], neg_buffer[kLanes], out[kLanes];
   const float* pos = load(op.pos, sample, offset, n, pos_buffer);
   const float* neg = load(op.neg, sample, offset, n, neg_buffer);
@@ -17,7 +17,7 @@ FLOWGRPO_CLONES void combine_block(const CfgCombine& op, int64_t sample, int64_t
   fence(stream);
 }
 
-FLOWGRPO_CLONES void backward_block(const CfgCombineBackward& op, int64_t sample, int64_t offset, int64_t n, bool stream) {
+void backward_block(const CfgCombineBackward& op, int64_t sample, int64_t offset, int64_t n, bool stream) {
   float grad_buffer[kLanes], pos_buffer[kLanes], neg_buffer[kLanes], grad_pos[kLanes], grad_neg[kLanes];
   const float* grad = load(op.grad, sample, offset, n, grad_buffer);
   const float* pos = op.token ? load(op.pos, sample, offset, n, pos_buffer) : grad;
@@ -56,4 +56,4 @@ void cfg_combine_backward(const CfgCombineBackward& op) {
   });
 }
 
-}  // namespace flowgrpo::cpu
+}  // namespace flowgrpo::FLOWGRPO_CPU

@@ -10,17 +10,18 @@
 #include "ops.h"
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
-// One wheel for every x86-64: the loops are compiled three times and picked by the CPU at load time.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FLOWGRPO_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
-#else
-#define FLOWGRPO_CLONES
+// One wheel for every x86-64: avx2.cpp includes the sources of the large loops again, as namespace avx2, and bindings.cpp asks the CPU.
+#ifndef FLOWGRPO_CPU
+#define FLOWGRPO_CPU cpu
 #endif
 
-namespace flowgrpo::cpu {
+// For lambdas that hand vectors on.
+#define FLOWGRPO_INLINE __attribute__((always_inline))
+
+namespace flowgrpo::FLOWGRPO_CPU {
 
 // Below this many bytes a gradient is better left in the caches; above, ordinary stores would read every line before writing it.
 constexpr int64_t kStreamBytes = 8 << 20;
@@ -70,6 +71,55 @@ FLOWGRPO_FN uint16_t to_f16(float value) {
   return static_cast<uint16_t>(half | sign);
 }
 
+// Eight lanes by the compilers' vector extensions: one AVX register, or two of SSE or NEON. Left to itself GCC 12 takes twice as long for the
+// loops over bf16.
+typedef float Float4 __attribute__((vector_size(16)));
+typedef float Float8 __attribute__((vector_size(32)));
+typedef int32_t Int8 __attribute__((vector_size(32)));
+typedef uint32_t Word8 __attribute__((vector_size(32)));
+typedef uint16_t Half8 __attribute__((vector_size(16)));
+
+template <typename V, typename T>
+FLOWGRPO_FN V vector_at(const T* pointer) {
+  V value;
+  memcpy(&value, pointer, sizeof value);
+  return value;
+}
+
+// Lanes of fp32 or bf16 memory, eight at a time.
+struct F32Lanes {
+  const float* data;
+  FLOWGRPO_FN Float8 at(int64_t i) const { return vector_at<Float8>(data + i); }
+};
+
+struct Bf16Lanes {
+  const uint16_t* data;
+  FLOWGRPO_FN Float8 at(int64_t i) const {
+#if defined(FLOWGRPO_AVX2)  // one instruction, which GCC 12 does not find: it makes four
+    return (Float8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(vector_at<__m128i>(data + i)), 16);
+#else
+    return (Float8)(__builtin_convertvector(vector_at<Half8>(data + i), Word8) << 16);
+#endif
+  }
+};
+
+// 1,024 fp32 -> bf16, to nearest even.
+FLOWGRPO_FN void narrow_block(const float* from, uint16_t* to) {
+  for (int64_t i = 0; i < kLanes; i += 8) {
+    const Int8 bits = vector_at<Int8>(from + i);
+    const Int8 is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+    const Int8 rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+    const Word8 chosen = (Word8)((rounded & ~is_nan) | (0x7FC00000 & is_nan));
+#if defined(FLOWGRPO_AVX2)
+    const __m256i shifted = (__m256i)(chosen >> 16);
+    const __m128i upper = _mm_packus_epi32(_mm256_castsi256_si128(shifted), _mm256_extracti128_si256(shifted, 1));
+#else
+    const Half8 upper = __builtin_convertvector(chosen >> 16, Half8);
+#endif
+    memcpy(to + i, &upper, sizeof upper);
+  }
+}
+
 // The lanes [offset, offset + n) of a sample as fp32, zeros up to 1,024: in place where they lie so, else in `buffer`.
 FLOWGRPO_FN const float* load(const Rows& rows, int64_t sample, int64_t offset, int64_t n, float* buffer) {
   const int64_t start = sample * rows.stride + offset;
@@ -79,7 +129,12 @@ FLOWGRPO_FN const float* load(const Rows& rows, int64_t sample, int64_t offset, 
     memcpy(buffer, data, n * sizeof(float));
   } else {
     const uint16_t* data = static_cast<const uint16_t*>(rows.data) + start;
-    if (rows.dtype == Dtype::bf16) {
+    if (rows.dtype == Dtype::bf16 && n == kLanes) {
+      for (int64_t i = 0; i < kLanes; i += 8) {
+        const Float8 value = Bf16Lanes{data}.at(i);
+        memcpy(buffer + i, &value, sizeof value);
+      }
+    } else if (rows.dtype == Dtype::bf16) {
       for (int64_t i = 0; i < n; ++i) buffer[i] = from_bf16(data[i]);
     } else {
       for (int64_t i = 0; i < n; ++i) buffer[i] = from_f16(data[i]);
@@ -87,6 +142,17 @@ FLOWGRPO_FN const float* load(const Rows& rows, int64_t sample, int64_t offset, 
   }
   for (int64_t i = n; i < kLanes; ++i) buffer[i] = 0.0f;
   return buffer;
+}
+
+// Calls f with the lanes of a block: whole bf16 blocks where they lie, everything else as `load` has it. A pass through a buffer would
+// cost as much as the arithmetic.
+template <typename F>
+FLOWGRPO_FN void with_lanes(const Rows& rows, int64_t sample, int64_t offset, int64_t n, float* buffer, const F& f) {
+  if (rows.dtype == Dtype::bf16 && n == kLanes) {
+    f(Bf16Lanes{static_cast<const uint16_t*>(rows.data) + sample * rows.stride + offset});
+  } else {
+    f(F32Lanes{load(rows, sample, offset, n, buffer)});
+  }
 }
 
 FLOWGRPO_FN void copy_out(void* to, const void* from, int64_t bytes, bool stream) {
@@ -116,7 +182,9 @@ FLOWGRPO_FN void store(const Out& out, int64_t offset, int64_t n, const float* v
     return;
   }
   uint16_t rounded[kLanes];
-  if (out.dtype == Dtype::bf16) {
+  if (out.dtype == Dtype::bf16 && n == kLanes) {
+    narrow_block(values, rounded);
+  } else if (out.dtype == Dtype::bf16) {
     for (int64_t i = 0; i < n; ++i) rounded[i] = to_bf16(values[i]);
   } else {
     for (int64_t i = 0; i < n; ++i) rounded[i] = to_f16(values[i]);
@@ -127,7 +195,12 @@ FLOWGRPO_FN void store(const Out& out, int64_t offset, int64_t n, const float* v
 // The values as a reader of the output will see them.
 FLOWGRPO_FN void round_lanes(float* values, Dtype dtype) {
   if (dtype == Dtype::bf16) {
-    for (int64_t i = 0; i < kLanes; ++i) values[i] = from_bf16(to_bf16(values[i]));
+    uint16_t rounded[kLanes];
+    narrow_block(values, rounded);
+    for (int64_t i = 0; i < kLanes; i += 8) {
+      const Float8 value = Bf16Lanes{rounded}.at(i);
+      memcpy(values + i, &value, sizeof value);
+    }
   } else if (dtype == Dtype::f16) {
     for (int64_t i = 0; i < kLanes; ++i) values[i] = from_f16(to_f16(values[i]));
   }
@@ -155,10 +228,17 @@ inline void store_entry(const Out& out, int64_t at, float value) {
 // Adds neighbours until one is left; width is a power of two. Overwrites the values: element i is read before it is written.
 template <typename T>
 FLOWGRPO_FN T tree_sum(T* values, int64_t width) {
-  T half[kLanes / 2];
+  if constexpr (sizeof(T) == 4) {
+    for (; width >= 8; width /= 2) {
+      for (int64_t i = 0; i < width / 2; i += 4) {
+        const Float4 left = vector_at<Float4>(values + 2 * i), right = vector_at<Float4>(values + 2 * i + 4);
+        const Float4 sum = __builtin_shufflevector(left, right, 0, 2, 4, 6) + __builtin_shufflevector(left, right, 1, 3, 5, 7);
+        memcpy(values + i, &sum, sizeof sum);
+      }
+    }
+  }
   for (; width > 1; width /= 2) {
-    for (int64_t i = 0; i < width / 2; ++i) half[i] = values[2 * i] + values[2 * i + 1];
-    memcpy(values, half, width / 2 * sizeof(T));
+    for (int64_t i = 0; i < width / 2; ++i) values[i] = values[2 * i] + values[2 * i + 1];
   }
   return values[0];
 }
@@ -192,4 +272,4 @@ inline void for_each_chunk(int64_t batch, int64_t length, const F& f) {
   });
 }
 
-}  // namespace flowgrpo::cpu
+}  // namespace flowgrpo::FLOWGRPO_CPU

@@ -3,12 +3,19 @@
 
 #include "cpu.h"
 
-namespace flowgrpo::cpu {
+namespace flowgrpo::FLOWGRPO_CPU {
+
+// Sum over a token of at most 1,024 channels. Overwrites the values, which need room for the next power of two.
+FLOWGRPO_FN float token_sum(float* values, int64_t width) {
+  const int64_t padded = power_of_two(width);
+  for (int64_t i = width; i < padded; ++i) values[i] = 0.0f;
+  return tree_sum(values, padded);
+}
 
 FLOWGRPO_FN float norm(const float* values, int64_t width) {
   float squares[kLanes];
   for (int64_t i = 0; i < width; ++i) squares[i] = values[i] * values[i];
-  return std::sqrt(lane_sum<float>(squares, width));
+  return std::sqrt(token_sum(squares, width));
 }
 
 // combined, not yet rounded to the dtype of v.
@@ -40,7 +47,7 @@ FLOWGRPO_FN void guide_backward(const float* grad, const float* pos, const float
     const float norm_pos = norm(p, token), norm_combined = norm(combined, token);
     for (int64_t i = 0; i < token; ++i) unit[i] = or_zero(combined[i], norm_combined);
     for (int64_t i = 0; i < token; ++i) along_unit[i] = g[i] * unit[i];
-    const float along = lane_sum<float>(along_unit, token), factor = or_zero(norm_pos, norm_combined);
+    const float along = token_sum(along_unit, token), factor = or_zero(norm_pos, norm_combined);
     for (int64_t i = 0; i < token; ++i) {
       const float grad_combined = factor * (g[i] - along * unit[i]);
       grad_pos[start + i] = scale * grad_combined + along * or_zero(p[i], norm_pos);
@@ -49,4 +56,4 @@ FLOWGRPO_FN void guide_backward(const float* grad, const float* pos, const float
   }
 }
 
-}  // namespace flowgrpo::cpu
+}  // namespace flowgrpo::FLOWGRPO_CPU

@@ -107,6 +107,15 @@ void group_advantage(const GroupAdvantage&);
 void policy_loss(const PolicyLoss&);
 }  // namespace cpu
 
+namespace avx2 {  // avx2.cpp
+void sde_step(const SdeStep&);
+void sde_log_prob(const SdeLogProb&);
+void sde_log_prob_backward(const SdeLogProbBackward&);
+void scale_rows(const ScaleRows&);
+void cfg_combine(const CfgCombine&);
+void cfg_combine_backward(const CfgCombineBackward&);
+}  // namespace avx2
+
 namespace cuda {  // stream: a cudaStream_t
 void sde_step(const SdeStep&, void* stream);
 void sde_log_prob(const SdeLogProb&, void* stream);

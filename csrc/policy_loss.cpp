@@ -15,10 +15,11 @@ void policy_loss(const PolicyLoss& op) {
   const float total = count == 0 ? 1.0f : (op.denominator ? *op.denominator : static_cast<float>(count));
 
   enum { kLoss, kRatio, kLow, kHigh, kApproxKl, kAdvantage, kKl, kSums };
-  std::vector<double> lanes(kSums * kLanes, 0.0);
+  const int64_t width = op.entries < kLanes ? power_of_two(op.entries) : kLanes;
+  std::vector<double> lanes(kSums * width, 0.0);
   float deviation = 0.0f;
   for (int64_t i = 0; i < op.entries; ++i) {
-    const int64_t row = i / op.steps, step = i % op.steps, lane = i % kLanes;
+    const int64_t row = i / op.steps, step = i % op.steps, lane = i % width;
     Entry e{};
     const bool counts = kept(row, step);
     if (counts) {
@@ -29,14 +30,14 @@ void policy_loss(const PolicyLoss& op) {
       e = clipped_entry(log_r, advantage, scale, op.clip_low, op.clip_high);
       const double values[] = {e.loss, e.r1, double(e.low), double(e.high), e.r1 - e.bounded, advantage,
                                op.kl ? op.kl[i] : 0.0};
-      for (int k = 0; k < kSums; ++k) lanes[k * kLanes + lane] += values[k];
+      for (int k = 0; k < kSums; ++k) lanes[k * width + lane] += values[k];
       const float size = std::fabs(e.r1);
       if (size > deviation || size != size) deviation = size;  // a NaN stays: nothing is larger
     }
     store_entry(op.grad, i, e.grad);
     if (op.kl) op.grad_kl[i] = counts ? op.kl_weight / total : 0.0f;
   }
-  const auto sum = [&](int k) { return tree_sum(lanes.data() + k * kLanes, kLanes); };
+  const auto sum = [&](int k) { return tree_sum(lanes.data() + k * width, width); };
   *op.loss = static_cast<float>(sum(kLoss));
   if (op.kl) {
     op.metrics[7] = static_cast<float>(sum(kKl) / total);

@@ -2,14 +2,19 @@
 #include "cpu.h"
 #include "guidance.h"
 
-namespace flowgrpo::cpu {
+namespace flowgrpo::FLOWGRPO_CPU {
 namespace {
 
 struct Sums {
   float square, distance, ratio;
 };
 
-FLOWGRPO_CLONES Sums log_prob_chunk(const SdeLogProb& op, int64_t sample, int64_t chunk) {
+FLOWGRPO_FN void add_lanes(float* to, Float8 values) {
+  values += vector_at<Float8>(to);
+  memcpy(to, &values, sizeof values);
+}
+
+Sums log_prob_chunk(const SdeLogProb& op, int64_t sample, int64_t chunk) {
   float x_buffer[kLanes], v_buffer[kLanes], prev_buffer[kLanes], other_buffer[kLanes], combined[kLanes];
   float square[kLanes] = {}, distance[kLanes] = {}, ratio[kLanes] = {};
   const float a = op.a[sample], b = op.b[sample];
@@ -17,38 +22,44 @@ FLOWGRPO_CLONES Sums log_prob_chunk(const SdeLogProb& op, int64_t sample, int64_
     const int64_t offset = chunk * kChunk + block * kLanes;
     const int64_t n = op.length - offset < kLanes ? op.length - offset : kLanes;
     if (n <= 0) break;
-    const float* x = load(op.x, sample, offset, n, x_buffer);
-    const float* v = load(op.v, sample, offset, n, v_buffer);
-    const float* prev = load(op.prev, sample, offset, n, prev_buffer);
-    if (op.neg.data) {
-      guide(v, load(op.neg, sample, offset, n, other_buffer), op.scale[sample], op.token, kLanes, combined);
-      round_lanes(combined, op.v.dtype);
-      v = combined;
-    }
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const float residual = prev[i] - affine_mean(x[i], v[i], a, b);
-      square[i] += residual * residual;
-    }
-    if (op.ref.data) {
-      const float* ref = load(op.ref, sample, offset, n, other_buffer);
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const float shift = b * (v[i] - ref[i]);
-        distance[i] += shift * shift;
+    const auto add = [&](auto x, auto v, auto prev) FLOWGRPO_INLINE {
+      for (int64_t i = 0; i < kLanes; i += 8) {
+        const Float8 residual = prev.at(i) - (x.at(i) * a + v.at(i) * b);
+        add_lanes(square + i, residual * residual);
       }
-    }
-    if (op.old.data) {
-      const float* old = load(op.old, sample, offset, n, other_buffer);
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const float shift = b * (v[i] - old[i]);
-        ratio[i] += (2.0f * (prev[i] - affine_mean(x[i], old[i], a, b)) - shift) * shift;
+      if (op.ref.data) {
+        const F32Lanes ref{load(op.ref, sample, offset, n, other_buffer)};
+        for (int64_t i = 0; i < kLanes; i += 8) {
+          const Float8 shift = b * (v.at(i) - ref.at(i));
+          add_lanes(distance + i, shift * shift);
+        }
       }
-    }
+      if (op.old.data) {
+        const F32Lanes old{load(op.old, sample, offset, n, other_buffer)};
+        for (int64_t i = 0; i < kLanes; i += 8) {
+          const Float8 shift = b * (v.at(i) - old.at(i));
+          add_lanes(ratio + i, (2.0f * (prev.at(i) - (x.at(i) * a + old.at(i) * b)) - shift) * shift);
+        }
+      }
+    };
+    with_lanes(op.x, sample, offset, n, x_buffer, [&](auto x) FLOWGRPO_INLINE {
+      with_lanes(op.prev, sample, offset, n, prev_buffer, [&](auto prev) FLOWGRPO_INLINE {
+        if (op.neg.data) {
+          const float* pos = load(op.v, sample, offset, n, v_buffer);
+          guide(pos, load(op.neg, sample, offset, n, other_buffer), op.scale[sample], op.token, kLanes, combined);
+          round_lanes(combined, op.v.dtype);
+          add(x, F32Lanes{combined}, prev);
+        } else {
+          with_lanes(op.v, sample, offset, n, v_buffer, [&](auto v) FLOWGRPO_INLINE { add(x, v, prev); });
+        }
+      });
+    });
   }
   return {tree_sum(square, kLanes), op.ref.data ? tree_sum(distance, kLanes) : 0.0f,
           op.old.data ? tree_sum(ratio, kLanes) : 0.0f};
 }
 
-FLOWGRPO_CLONES void backward_chunk(const SdeLogProbBackward& op, int64_t sample, int64_t chunk, bool stream) {
+void backward_chunk(const SdeLogProbBackward& op, int64_t sample, int64_t chunk, bool stream) {
   float x_buffer[kLanes], v_buffer[kLanes], prev_buffer[kLanes], neg_buffer[kLanes], ref_buffer[kLanes];
   float combined[kLanes], grad[kLanes], grad_neg[kLanes];
   const float a = op.a[sample], b = op.b[sample];
@@ -63,21 +74,30 @@ FLOWGRPO_CLONES void backward_chunk(const SdeLogProbBackward& op, int64_t sample
     const int64_t offset = chunk * kChunk + block * kLanes, at = sample * op.length + offset;
     const int64_t n = op.length - offset < kLanes ? op.length - offset : kLanes;
     if (n <= 0) break;
-    const float* x = load(op.x, sample, offset, n, x_buffer);
-    const float* pos = load(op.v, sample, offset, n, v_buffer);
-    const float* prev = load(op.prev, sample, offset, n, prev_buffer);
-    const float *v = pos, *neg = nullptr;
-    if (op.neg.data) {
-      neg = load(op.neg, sample, offset, n, neg_buffer);
-      guide(pos, neg, op.scale[sample], op.token, kLanes, combined);
-      round_lanes(combined, op.v.dtype);
-      v = combined;
-    }
-    for (int64_t i = 0; i < kLanes; ++i) grad[i] = weight.residual * (prev[i] - affine_mean(x[i], v[i], a, b));
-    if (op.ref.data) {
-      const float* ref = load(op.ref, sample, offset, n, ref_buffer);
-      for (int64_t i = 0; i < kLanes; ++i) grad[i] += weight.shift * (v[i] - ref[i]);
-    }
+    const auto write = [&](auto x, auto v, auto prev) FLOWGRPO_INLINE {
+      for (int64_t i = 0; i < kLanes; i += 8) {
+        const Float8 value = weight.residual * (prev.at(i) - (x.at(i) * a + v.at(i) * b));
+        memcpy(grad + i, &value, sizeof value);
+      }
+      if (op.ref.data) {
+        const F32Lanes ref{load(op.ref, sample, offset, n, ref_buffer)};
+        for (int64_t i = 0; i < kLanes; i += 8) add_lanes(grad + i, weight.shift * (v.at(i) - ref.at(i)));
+      }
+    };
+    const float *pos = nullptr, *neg = nullptr;
+    with_lanes(op.x, sample, offset, n, x_buffer, [&](auto x) FLOWGRPO_INLINE {
+      with_lanes(op.prev, sample, offset, n, prev_buffer, [&](auto prev) FLOWGRPO_INLINE {
+        if (op.neg.data) {
+          pos = load(op.v, sample, offset, n, v_buffer);
+          neg = load(op.neg, sample, offset, n, neg_buffer);
+          guide(pos, neg, op.scale[sample], op.token, kLanes, combined);
+          round_lanes(combined, op.v.dtype);
+          write(x, F32Lanes{combined}, prev);
+        } else {
+          with_lanes(op.v, sample, offset, n, v_buffer, [&](auto v) FLOWGRPO_INLINE { write(x, v, prev); });
+        }
+      });
+    });
     if (op.neg.data) {
       guide_backward(grad, pos, neg, op.scale[sample], op.token, kLanes, grad, grad_neg);
       store(op.grad_neg, at, n, grad_neg, stream);
@@ -113,4 +133,4 @@ void sde_log_prob_backward(const SdeLogProbBackward& op) {
   for_each_chunk(op.batch, op.length, [&](int64_t sample, int64_t chunk) { backward_chunk(op, sample, chunk, stream); });
 }
 
-}  // namespace flowgrpo::cpu
+}  // namespace flowgrpo::FLOWGRPO_CPU

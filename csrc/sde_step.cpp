@@ -1,7 +1,7 @@
 // sde_step: prev and the squared residual of each chunk in one pass; then the log-prob of each sample.
 #include "cpu.h"
 
-namespace flowgrpo::cpu {
+namespace flowgrpo::FLOWGRPO_CPU {
 namespace {
 
 FLOWGRPO_FN void normals(const SdeStep& op, int64_t sample, int64_t offset, float* noise) {
@@ -24,7 +24,7 @@ FLOWGRPO_FN void normals(const SdeStep& op, int64_t sample, int64_t offset, floa
   }
 }
 
-FLOWGRPO_CLONES float step_chunk(const SdeStep& op, int64_t sample, int64_t chunk, bool stream) {
+float step_chunk(const SdeStep& op, int64_t sample, int64_t chunk, bool stream) {
   float x_buffer[kLanes], v_buffer[kLanes], noise_buffer[kLanes], mean[kLanes], prev[kLanes];
   float square[kLanes] = {};
   const float a = op.a[sample], b = op.b[sample], s = op.s[sample];
@@ -57,7 +57,7 @@ FLOWGRPO_CLONES float step_chunk(const SdeStep& op, int64_t sample, int64_t chun
   return tree_sum(square, kLanes);
 }
 
-FLOWGRPO_CLONES void scale_chunk(const ScaleRows& op, int64_t sample, int64_t chunk, bool stream) {
+void scale_chunk(const ScaleRows& op, int64_t sample, int64_t chunk, bool stream) {
   float buffer[kLanes], out[kLanes];
   const float coefficient = op.coefficient[sample];
   for (int64_t block = 0; block < kBlocks; ++block) {
@@ -90,4 +90,4 @@ void scale_rows(const ScaleRows& op) {
   for_each_chunk(op.batch, op.length, [&](int64_t sample, int64_t chunk) { scale_chunk(op, sample, chunk, stream); });
 }
 
-}  // namespace flowgrpo::cpu
+}  // namespace flowgrpo::FLOWGRPO_CPU

@@ -63,7 +63,7 @@ def rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def rows_view(tensor: Tensor) -> Tensor:
     """[B, ...] -> [B, D] without a copy where every sample is contiguous, wherever the samples lie: a slot of a trajectory, the first
     tokens of a longer output, an expanded batch. Other strides cost a copy."""
-    if tensor.shape[0] and not tensor[0].is_contiguous():
+    if not tensor.is_contiguous() and tensor.shape[0] and not tensor[0].is_contiguous():
         tensor = tensor.contiguous()
     return tensor.flatten(1)
 

@@ -108,8 +108,12 @@ def register_backend(op: str, backend: str, device_type: str, function: Implemen
 
 
 def _select(op: str, args: tuple[Any, ...], reference: Implementation) -> Implementation:
-    if _current == "reference" or any(_is_fp64(arg) for arg in args):
+    if _current == "reference":
         return reference
+    for arg in args:
+        # Scalars [] do not count: a denominator may be fp64 beside fp32 entries.
+        if isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 and arg.dim() > 0:
+            return reference
     device_type = args[0].device.type
     if _current == "auto":
         wanted = (_find(op, backend, device_type) for backend in _PREFERENCE.get(device_type, ()))
@@ -119,11 +123,6 @@ def _select(op: str, args: tuple[Any, ...], reference: Implementation) -> Implem
         _announce(op, device_type)
         return reference
     return function
-
-
-def _is_fp64(argument: Any) -> bool:
-    """Scalars [] do not count: a denominator may be fp64 beside fp32 entries."""
-    return isinstance(argument, torch.Tensor) and argument.dtype == torch.float64 and argument.dim() > 0
 
 
 def _find(op: str, backend: str, device_type: str) -> Implementation | None:

@@ -18,7 +18,7 @@ from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_co
 from flowgrpo_fast.ops.policy_loss import METRICS, per_sample, policy_loss_backward_reference
 
 # glibc serves smaller allocations from memory it already has: see csrc/pool.h.
-POOLED_BYTES = 32 << 20
+POOLED_BYTES = 1 << 20
 
 _C = torch.ops.flowgrpo_fast_C
 
