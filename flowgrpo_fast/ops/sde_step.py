@@ -71,14 +71,14 @@ _sde_step_backward = register_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, v, a, b = inputs[:4]
     ctx.mark_non_differentiable(output[1])
-    ctx.dtypes = (x.dtype, v.dtype)
+    ctx.dtypes, ctx.needs = (x.dtype, v.dtype), (x.requires_grad, v.requires_grad)
     ctx.save_for_backward(a, b)
 
 
 def _backward(ctx: Any, grad_prev: Tensor, _: Tensor) -> tuple[Any, ...]:
     grads = [
         _sde_step_backward(grad_prev, coefficient, dtype) if needed else None
-        for coefficient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
+        for coefficient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
     ]
     return (*grads, *(None,) * 11)
 
