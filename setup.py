@@ -59,30 +59,35 @@ def extension() -> dict:
     if shutil.which(compiler) is None:
         return skipped(f"no C++ compiler: {compiler} is not found")
 
-    with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
-    sources = sorted(map(str, Path("csrc").glob("*.cpp"))) + (
-        sorted(map(str, Path("csrc").glob("*.cu"))) if with_cuda else []
-    )
-    cuda = ["-DUSE_CUDA"] if with_cuda else []
-    kind = CUDAExtension if with_cuda else CppExtension
-    extension = kind(
-        "flowgrpo_fast._C",
-        sources,
-        depends=sorted(map(str, Path("csrc").glob("*.h"))),
-        extra_compile_args={"cxx": CXX + cuda, "nvcc": NVCC + cuda},
-        py_limited_api=True,
-        optional=True,
-    )
+    def make(with_cuda: bool):
+        kinds = ("*.cpp", "*.cu") if with_cuda else ("*.cpp",)
+        cuda = ["-DUSE_CUDA"] if with_cuda else []
+        return (CUDAExtension if with_cuda else CppExtension)(
+            "flowgrpo_fast._C",
+            sorted(str(path) for kind in kinds for path in Path("csrc").glob(kind)),
+            depends=sorted(str(path) for kind in ("*.h", "*.cuh") for path in Path("csrc").glob(kind)),
+            extra_compile_args={"cxx": CXX + cuda, "nvcc": NVCC + cuda},
+            py_limited_api=True,
+            optional=True,
+        )
 
     class Build(BuildExtension):
-        def build_extension(self, ext):
-            try:
-                super().build_extension(ext)
-            except Exception as error:  # whatever the compiler, ninja or the linker raised
-                skipped(f"the build failed: {error}")
+        """Without the CUDA sources where these do not build, and without anything where nothing does."""
 
+        def build_extensions(self):
+            try:
+                super().build_extensions()
+            except Exception as error:  # whatever torch's version checks, the compiler, ninja or the linker raised
+                if any(source.endswith(".cu") for extension in self.extensions for source in extension.sources):
+                    print(f"flowgrpo_fast: CUDA kernels skipped (the build failed: {error})", file=sys.stderr)
+                    self.extensions = [make(with_cuda=False)]
+                    self.build_extensions()
+                else:
+                    skipped(f"the build failed: {error}")
+
+    with_cuda = torch.version.cuda is not None and CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
     return {
-        "ext_modules": [extension],
+        "ext_modules": [make(with_cuda)],
         "cmdclass": {"build_ext": Build.with_options(use_ninja=shutil.which("ninja") is not None)},
         "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
     }

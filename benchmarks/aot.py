@@ -34,7 +34,14 @@ from flowgrpo_fast.ops.triton import cfg_combine, group_advantage, policy_loss, 
 
 ARCHITECTURES = (80, 90, 100)
 RESULTS = Path(__file__).parent / "results" / "aot.csv"
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.uint8: "u8"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 BATCH, TOKENS, CHANNELS = 8, 1024, 64  # Qwen-Image 512^2
 
 
@@ -114,6 +121,55 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
         "flow_grpo",
         partial(sde_log_prob.log_prob, x, x, None, None, 0, x, row, row, row, None, x, "flow_grpo", "mean"),
     )
+    # One element a sample, one sample: every integer argument is 1, which Triton turns into a constant. And an odd length.
+    for name, shape in (("ones", (1, 1)), ("odd", (3, 37))):
+        few, scalar = torch.empty(shape, device="meta"), torch.empty(shape[0], device="meta")
+        index = torch.empty(shape[0], dtype=torch.int64, device="meta")
+        yield (
+            name,
+            partial(
+                sde_step.sde_step, few, few, scalar, scalar, scalar, None, 1, index, index, 1, torch.float32, *gaussian
+            ),
+        )
+        yield (
+            name,
+            partial(sde_log_prob.log_prob, few, few, few, scalar, 1, few, scalar, scalar, scalar, few, few, *gaussian),
+        )
+        yield (
+            name,
+            partial(
+                sde_log_prob.sde_log_prob_backward,
+                scalar,
+                scalar,
+                scalar,
+                few,
+                few,
+                few,
+                scalar,
+                scalar,
+                scalar,
+                few,
+                *gaussian,
+            ),
+        )
+        for rescale in (False, True):
+            yield name, partial(cfg_combine.cfg_combine, few, few, scalar, rescale)
+            yield name, partial(cfg_combine.cfg_combine_backward, few, few, few, scalar, rescale)
+        yield name, partial(sde_step.sde_step_backward, few, scalar, torch.float32)
+        yield name, partial(group_advantage.group_advantage, scalar, index, None, "global_std", 1e-4, 5.0)
+        yield (
+            name,
+            partial(
+                policy_loss.policy_loss,
+                scalar,
+                scalar,
+                scalar,
+                None,
+                torch.empty((), dtype=torch.float64, device="meta"),
+                1e-4,
+                1e-4,
+            ),
+        )
     for normalize, valid in (("global_std", small), ("group_std", None), ("none", None)):
         yield normalize, partial(group_advantage.group_advantage, row, ids, valid, normalize, 1e-4, 5.0)
     entries = torch.empty(BATCH, 2, device="meta")

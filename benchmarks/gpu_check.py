@@ -27,15 +27,13 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-TESTS = (
-    "test_ops_registry", "test_sde_step", "test_sde_log_prob", "test_cfg_combine", "test_policy_loss", "test_group_advantage",
-    "test_flow_grpo_loss", "test_backends", "test_philox", "test_reduce",
-)  # fmt: skip
+# Bits against the CPU reference, for every op and backend: the tests that carry the marker `gpu`.
+TESTS = ("test_backends",)
 TABLES = ("roofline", "training_step", "advantages", "kernels")
 # Share of the time that is left when the part starts; the kernel table comes last and takes the rest.
 SHARE = {"roofline": 0.2, "training_step": 0.2, "advantages": 0.1, "kernels": 1.0}
 # At most this long, seconds. A build of one architecture takes about a minute.
-LIMIT = {"build": 150.0, "correctness": 180.0, "roofline": 60.0, "training_step": 60.0, "advantages": 20.0}
+LIMIT = {"build": 150.0, "correctness": 240.0, "roofline": 60.0, "training_step": 60.0, "advantages": 20.0}
 # A table stops itself at its budget, after the case at hand; this long after it, it is stopped from outside.
 GRACE = 45.0
 WORTH_STARTING = 15.0

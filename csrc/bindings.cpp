@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 
+#include "math.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -72,7 +73,7 @@ Entries entries(const Optional& tensor, bool bytes = false) {
           bytes ? Dtype::f32 : dtype_of(*tensor)};
 }
 
-int64_t chunk_count(int64_t length) { return (length + 4095) / 4096; }
+int64_t chunk_count(int64_t length) { return (length + kChunk - 1) / kChunk; }
 
 // Runs cpu::op or cuda::op on the device of `like`, on torch's current stream there.
 template <typename Op, typename OnCpu, typename OnCuda>
@@ -82,7 +83,9 @@ void run(const Tensor& like, const Op& op, OnCpu on_cpu, OnCuda on_cuda) {
     torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
     void* stream = nullptr;
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream) == 0, "no current CUDA stream");
-    on_cuda(op, stream);
+    const int error = on_cuda(op, stream);
+    STD_TORCH_CHECK(error == 0, "flowgrpo_fast_C: a kernel was not launched, CUDA error ", error,
+                    " (209: built for another architecture; 9: more than 2^31 blocks)");
     return;
   }
 #endif
@@ -166,6 +169,21 @@ void group_advantage(const Tensor& rewards, const Tensor& group, const Optional&
   run(rewards, op, cpu::group_advantage, FLOWGRPO_CUDA(group_advantage));
 }
 
+// For the tests: the words behind the noise, [B, n] with n a multiple of 4.
+void philox_words(const Tensor& step, const Tensor& sample_id, int64_t seed, int64_t stream, const Tensor& words) {
+  const int64_t batch = step.size(0), count = words.size(1);
+  const int64_t *steps = integers(step, batch), *ids = integers(sample_id, batch);
+  int64_t* out = integers(words, batch * count);
+  for (int64_t i = 0; i < batch; ++i) {
+    for (int64_t j = 0; j < count; j += 4) {
+      const Counter c = philox(static_cast<uint32_t>(j / 4), static_cast<uint32_t>(steps[i] | stream << 16),
+                               static_cast<uint64_t>(ids[i]), static_cast<uint64_t>(seed));
+      const uint32_t lanes[] = {c.w0, c.w1, c.w2, c.w3};
+      for (int64_t k = 0; k < 4 && j + k < count; ++k) out[i * count + j + k] = lanes[k];
+    }
+  }
+}
+
 void policy_loss(const Tensor& log_ratio, const Optional& old_log_prob, const Tensor& adv, const Optional& step_weight,
                  const Optional& mask, const Optional& denominator, const Optional& kl, double kl_weight, double clip_low,
                  double clip_high, const Tensor& loss, const Tensor& metrics, const Tensor& grad, const Optional& grad_kl) {
@@ -186,6 +204,8 @@ Tensor pooled_empty(const Tensor& like, ScalarType dtype) {
     strides[i] = stride;
     stride *= sizes[i];
   }
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
+                  "flowgrpo_fast_C: pass fp32, bf16 or fp16");
   const size_t bytes = static_cast<size_t>(like.numel()) * (dtype == ScalarType::Float ? 4 : 2);
   return torch::stable::from_blob(pool::take(bytes), sizes, strides, like.device(), dtype,
                                   [bytes](void* data) { pool::give(data, bytes); });
@@ -211,6 +231,7 @@ STABLE_TORCH_LIBRARY(flowgrpo_fast_C, m) {
   m.def("policy_loss(Tensor log_ratio, Tensor? old_log_prob, Tensor adv, Tensor? step_weight, Tensor? mask, "
         "Tensor? denominator, Tensor? kl, float kl_weight, float clip_low, float clip_high, Tensor(a!) loss, "
         "Tensor(b!) metrics, Tensor(c!) grad, Tensor(d!)? grad_kl) -> ()");
+  m.def("philox_words(Tensor step, Tensor sample_id, int seed, int stream, Tensor(a!) words) -> ()");
   m.def("pooled_empty(Tensor like, ScalarType dtype) -> Tensor");
 }
 
@@ -226,6 +247,7 @@ STABLE_TORCH_LIBRARY(flowgrpo_fast_C, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(flowgrpo_fast_C, CPU, m) {
   FLOWGRPO_IMPL(m);
+  m.impl("philox_words", TORCH_BOX(&philox_words));
   m.impl("pooled_empty", TORCH_BOX(&pooled_empty));
 }
 

@@ -51,16 +51,18 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const CfgCombineBack
 
 }  // namespace
 
-void cfg_combine(const CfgCombine& op, void* stream) {
-  if (op.batch == 0) return;
+int cfg_combine(const CfgCombine& op, void* stream) {
+  if (op.batch == 0) return cudaSuccess;
   const Tiling tiles = tiling(op.length, op.token);
   combine_kernel<<<static_cast<unsigned>(op.batch * tiles.per_sample), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(op, tiles);
+  return cudaGetLastError();
 }
 
-void cfg_combine_backward(const CfgCombineBackward& op, void* stream) {
-  if (op.batch == 0) return;
+int cfg_combine_backward(const CfgCombineBackward& op, void* stream) {
+  if (op.batch == 0) return cudaSuccess;
   const Tiling tiles = tiling(op.length, op.token);
   backward_kernel<<<static_cast<unsigned>(op.batch * tiles.per_sample), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(op, tiles);
+  return cudaGetLastError();
 }
 
 }  // namespace flowgrpo::cuda

@@ -75,6 +75,7 @@ FLOWGRPO_FN uint16_t to_f16(float value) {
 // loops over bf16.
 typedef float Float4 __attribute__((vector_size(16)));
 typedef float Float8 __attribute__((vector_size(32)));
+typedef int32_t Int4 __attribute__((vector_size(16)));
 typedef int32_t Int8 __attribute__((vector_size(32)));
 typedef uint32_t Word8 __attribute__((vector_size(32)));
 typedef uint16_t Half8 __attribute__((vector_size(16)));
@@ -232,7 +233,11 @@ FLOWGRPO_FN T tree_sum(T* values, int64_t width) {
     for (; width >= 8; width /= 2) {
       for (int64_t i = 0; i < width / 2; i += 4) {
         const Float4 left = vector_at<Float4>(values + 2 * i), right = vector_at<Float4>(values + 2 * i + 4);
+#if defined(__clang__)
         const Float4 sum = __builtin_shufflevector(left, right, 0, 2, 4, 6) + __builtin_shufflevector(left, right, 1, 3, 5, 7);
+#else  // GCC knows the other name only from version 12 on
+        const Float4 sum = __builtin_shuffle(left, right, Int4{0, 2, 4, 6}) + __builtin_shuffle(left, right, Int4{1, 3, 5, 7});
+#endif
         memcpy(values + i, &sum, sizeof sum);
       }
     }

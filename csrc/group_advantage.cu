@@ -55,10 +55,11 @@ __global__ void group_advantage_kernel(const GroupAdvantage op) {
 
 }  // namespace
 
-void group_advantage(const GroupAdvantage& op, void* stream) {
-  if (op.batch == 0) return;
+int group_advantage(const GroupAdvantage& op, void* stream) {
+  if (op.batch == 0) return cudaSuccess;
   const unsigned blocks = static_cast<unsigned>((op.batch + 31) / 32);
   group_advantage_kernel<<<blocks, 32, 0, static_cast<cudaStream_t>(stream)>>>(op);
+  return cudaGetLastError();
 }
 
 }  // namespace flowgrpo::cuda

@@ -116,15 +116,15 @@ void cfg_combine(const CfgCombine&);
 void cfg_combine_backward(const CfgCombineBackward&);
 }  // namespace avx2
 
-namespace cuda {  // stream: a cudaStream_t
-void sde_step(const SdeStep&, void* stream);
-void sde_log_prob(const SdeLogProb&, void* stream);
-void sde_log_prob_backward(const SdeLogProbBackward&, void* stream);
-void scale_rows(const ScaleRows&, void* stream);
-void cfg_combine(const CfgCombine&, void* stream);
-void cfg_combine_backward(const CfgCombineBackward&, void* stream);
-void group_advantage(const GroupAdvantage&, void* stream);
-void policy_loss(const PolicyLoss&, void* stream);
+namespace cuda {  // stream: a cudaStream_t; the result is the launch's cudaError_t
+int sde_step(const SdeStep&, void* stream);
+int sde_log_prob(const SdeLogProb&, void* stream);
+int sde_log_prob_backward(const SdeLogProbBackward&, void* stream);
+int scale_rows(const ScaleRows&, void* stream);
+int cfg_combine(const CfgCombine&, void* stream);
+int cfg_combine_backward(const CfgCombineBackward&, void* stream);
+int group_advantage(const GroupAdvantage&, void* stream);
+int policy_loss(const PolicyLoss&, void* stream);
 }  // namespace cuda
 
 }  // namespace flowgrpo

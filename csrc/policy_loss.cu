@@ -78,8 +78,9 @@ __global__ void __launch_bounds__(kEntryThreads) policy_loss_kernel(const Policy
 
 }  // namespace
 
-void policy_loss(const PolicyLoss& op, void* stream) {
+int policy_loss(const PolicyLoss& op, void* stream) {
   policy_loss_kernel<<<1, kEntryThreads, 0, static_cast<cudaStream_t>(stream)>>>(op);
+  return cudaGetLastError();
 }
 
 }  // namespace flowgrpo::cuda

@@ -1,4 +1,4 @@
-// Memory for large gradients on the CPU. glibc maps every allocation above 32 MB afresh and unmaps it when freed, so each backward
+// Memory for large gradients on the CPU. glibc maps large allocations (above 32 MB every one) afresh and unmaps it when freed, so each backward
 // pays a page fault per 4 KiB (a quarter million a GB) before a byte is written. Freed blocks are kept here and handed out
 // again to requests of the same size: training asks for the same few sizes in every step.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace flowgrpo::pool {
 
-constexpr size_t kKeepBytes = size_t{2} << 30;  // at most this much is kept unused, whatever the sizes
+constexpr size_t kKeepBytes = size_t{2} << 30;  // at most this much is kept unused; beyond it a freed block goes back to the system
 constexpr size_t kHugePage = 2 << 20;
 
 struct Pool {
@@ -29,7 +29,10 @@ inline Pool& pool() {
   return *instance;
 }
 
+inline size_t rounded(size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
+
 inline void* take(size_t bytes) {
+  bytes = rounded(bytes);
   {
     Pool& p = pool();
     const std::lock_guard<std::mutex> lock(p.mutex);
@@ -41,7 +44,7 @@ inline void* take(size_t bytes) {
       return data;
     }
   }
-  void* data = std::aligned_alloc(kHugePage, (bytes + kHugePage - 1) / kHugePage * kHugePage);
+  void* data = std::aligned_alloc(kHugePage, bytes);
   if (!data) throw std::bad_alloc();
 #if defined(__linux__)
   madvise(data, bytes, MADV_HUGEPAGE);  // 512 times fewer faults the first time, where the system allows it
@@ -50,6 +53,7 @@ inline void* take(size_t bytes) {
 }
 
 inline void give(void* data, size_t bytes) {
+  bytes = rounded(bytes);
   Pool& p = pool();
   const std::lock_guard<std::mutex> lock(p.mutex);
   if (p.kept + bytes > kKeepBytes) {

@@ -74,12 +74,19 @@ void backward_chunk(const SdeLogProbBackward& op, int64_t sample, int64_t chunk,
     const int64_t offset = chunk * kChunk + block * kLanes, at = sample * op.length + offset;
     const int64_t n = op.length - offset < kLanes ? op.length - offset : kLanes;
     if (n <= 0) break;
+    if (weight.residual == 0 && weight.shift == 0) {  // a masked sample: whatever its latents are
+      memset(grad, 0, sizeof grad);
+      store(op.grad_v, at, n, grad, stream);
+      if (op.neg.data) store(op.grad_neg, at, n, grad, stream);
+      continue;
+    }
     const auto write = [&](auto x, auto v, auto prev) FLOWGRPO_INLINE {
       for (int64_t i = 0; i < kLanes; i += 8) {
-        const Float8 value = weight.residual * (prev.at(i) - (x.at(i) * a + v.at(i) * b));
+        Float8 value = weight.residual * (prev.at(i) - (x.at(i) * a + v.at(i) * b));
+        if (weight.residual == 0) value = Float8{};
         memcpy(grad + i, &value, sizeof value);
       }
-      if (op.ref.data) {
+      if (op.ref.data && weight.shift != 0) {
         const F32Lanes ref{load(op.ref, sample, offset, n, ref_buffer)};
         for (int64_t i = 0; i < kLanes; i += 8) add_lanes(grad + i, weight.shift * (v.at(i) - ref.at(i)));
       }

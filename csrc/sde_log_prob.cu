@@ -68,6 +68,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const SdeLogProbBack
   for (int block = 0; block < kBlocks; ++block) {
     const int64_t lane = first_lane(block), offset = p.start + lane, valid = p.left - lane;
     const int64_t at = p.sample * op.length + offset;
+    if (weight.residual == 0 && weight.shift == 0) {  // a masked sample: whatever its latents are
+      store(op.grad_v, at, valid, Lanes{});
+      if (op.neg.data) store(op.grad_neg, at, valid, Lanes{});
+      continue;
+    }
     const Lanes x = load(op.x, p.sample, offset, valid), prev = load(op.prev, p.sample, offset, valid);
     const Lanes pos = load(op.v, p.sample, offset, valid);
     Lanes v = pos, neg = {}, grad;
@@ -78,8 +83,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const SdeLogProbBack
       for (int i = 0; i < kPerThread; ++i) v.at[i] = rounded(v.at[i], op.v.dtype);
     }
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) grad.at[i] = weight.residual * (prev.at[i] - affine_mean(x.at[i], v.at[i], a, b));
-    if (op.ref.data) {
+    for (int i = 0; i < kPerThread; ++i) {
+      const float value = weight.residual * (prev.at[i] - affine_mean(x.at[i], v.at[i], a, b));
+      grad.at[i] = weight.residual == 0 ? 0.0f : value;
+    }
+    if (op.ref.data && weight.shift != 0) {
       const Lanes ref = load(op.ref, p.sample, offset, valid);
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) grad.at[i] += weight.shift * (v.at[i] - ref.at[i]);
@@ -96,19 +104,21 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const SdeLogProbBack
 
 }  // namespace
 
-void sde_log_prob(const SdeLogProb& op, void* stream) {
-  if (op.batch == 0) return;
+int sde_log_prob(const SdeLogProb& op, void* stream) {
+  if (op.batch == 0) return cudaSuccess;
   const int64_t n_chunks = chunks(op.length);
   sde_log_prob_kernel<<<static_cast<unsigned>(op.batch * n_chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(op, n_chunks);
   finalize({op.partial, op.s, op.log_prob, op.kl, op.log_ratio, op.ref.data != nullptr, op.old.data != nullptr, op.gaussian, op.mean,
             op.batch, op.length, n_chunks},
            static_cast<cudaStream_t>(stream));
+  return cudaGetLastError();
 }
 
-void sde_log_prob_backward(const SdeLogProbBackward& op, void* stream) {
-  if (op.batch == 0) return;
+int sde_log_prob_backward(const SdeLogProbBackward& op, void* stream) {
+  if (op.batch == 0) return cudaSuccess;
   const int64_t n_chunks = chunks(op.length);
   backward_kernel<<<static_cast<unsigned>(op.batch * n_chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(op, n_chunks);
+  return cudaGetLastError();
 }
 
 }  // namespace flowgrpo::cuda

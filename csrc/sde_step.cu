@@ -62,19 +62,21 @@ __global__ void __launch_bounds__(kThreads) scale_rows_kernel(const ScaleRows op
 
 }  // namespace
 
-void sde_step(const SdeStep& op, void* stream) {
-  if (op.batch == 0) return;
+int sde_step(const SdeStep& op, void* stream) {
+  if (op.batch == 0) return cudaSuccess;
   const int64_t n_chunks = chunks(op.length);
   const auto kernel = op.noise.data ? sde_step_kernel<false> : sde_step_kernel<true>;
   kernel<<<static_cast<unsigned>(op.batch * n_chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(op, n_chunks);
   finalize({op.partial, op.s, op.log_prob, nullptr, nullptr, false, false, op.gaussian, op.mean, op.batch, op.length, n_chunks},
            static_cast<cudaStream_t>(stream));
+  return cudaGetLastError();
 }
 
-void scale_rows(const ScaleRows& op, void* stream) {
-  if (op.batch == 0) return;
+int scale_rows(const ScaleRows& op, void* stream) {
+  if (op.batch == 0) return cudaSuccess;
   const int64_t n_chunks = chunks(op.length);
   scale_rows_kernel<<<static_cast<unsigned>(op.batch * n_chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(op, n_chunks);
+  return cudaGetLastError();
 }
 
 }  // namespace flowgrpo::cuda

@@ -20,7 +20,7 @@ from flowgrpo_fast.ops import BackendFallbackWarning, _registry, use_backend
 
 OP_TESTS = ("sde_step", "sde_log_prob", "group_advantage", "policy_loss", "cfg_combine", "flow_grpo_loss")
 CPU_BACKENDS = ["reference", *(b for b in ("cpp", "triton") if _registry._find("sde_step", b, "cpu"))]
-# Minutes each in the interpreter, and no other code than shorter rows.
+# Minutes each in the interpreter; rows of many chunks have a test of their own in test_backends.py.
 TOO_LONG_TO_INTERPRET = ("65536", "65537", "40000", "257", "16384")
 
 

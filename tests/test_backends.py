@@ -16,9 +16,11 @@ from util import DTYPES, coefficients, randn, steps
 
 from flowgrpo_fast.ops import (
     NoiseKey,
+    StepCoefficients,
     cfg_combine,
     flow_grpo_loss,
     group_advantage,
+    philox_words,
     policy_loss,
     sde_log_prob,
     sde_step,
@@ -49,9 +51,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Inputs:
     }
 
 
-def coef(given: Inputs):
-    from flowgrpo_fast.ops import StepCoefficients
-
+def coef(given: Inputs) -> StepCoefficients:
     return StepCoefficients(given["a"], given["b"], given["s"])
 
 
@@ -170,6 +170,59 @@ def test_equal_losses(backend: str, device: str, batch: int, count: int, weighte
     with use_backend(backend):
         got = with_gradients(call, "log_ratio")({name: value.to(device) for name, value in {**given, **more}.items()})
     assert_same_values(got, want)
+
+
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_rows_of_more_than_1024_chunks(backend: str, device: str) -> None:
+    """Long videos: the sums of the chunks then wrap around the lanes."""
+    length = 1030 * 4096 + 5
+    x, v, prev, v_old = (randn((1, length), seed) for seed in range(4))
+    given = coefficients(1)
+    with use_backend("reference"):
+        want = sde_log_prob(x, v, prev, given, v_old=v_old)
+    with use_backend(backend):
+        got = sde_log_prob(x.to(device), v.to(device), prev.to(device), given.to(device), v_old=v_old.to(device))
+    assert_same_values((got.log_prob, got.log_ratio), (want.log_prob, want.log_ratio))
+
+
+@pytest.mark.parametrize("rescale", [None, False, True])
+@pytest.mark.parametrize("bad", ["prev", "v", "v_ref"])
+@pytest.mark.parametrize(("backend", "device"), [pytest.param("reference", "cpu"), *TARGETS])
+def test_row_39_a_masked_sample_hands_on_no_nan(backend: str, device: str, bad: str, rescale: bool | None) -> None:
+    given = inputs((3, 4, 8), torch.float32)
+    given[bad][1] = float("nan")
+    g = {name: value.to(device) for name, value in given.items()}
+    leaf = g["v"].requires_grad_(True)
+    guidance = {} if rescale is None else {"v_neg": g["v_neg"], "scale": 3.0, "rescale": rescale}
+    mask = torch.tensor([True, False, True], device=device)
+    with use_backend(backend):
+        loss, _ = flow_grpo_loss(
+            leaf, g["x"], g["prev"], coef(g), g["adv"], old_log_prob=g["old_log_prob"], v_ref=g["v_ref"], kl_weight=0.1,
+            mask=mask, clip_low=9.0, clip_high=9e9, **guidance,
+        )  # fmt: skip
+        loss.backward()
+    assert loss.isfinite()
+    assert leaf.grad[1].tolist() == torch.zeros(4, 8).tolist()
+    assert bool((leaf.grad[[0, 2]] != 0).any())
+
+
+def test_philox_words_of_cpp() -> None:
+    seed, stream = 0x7123456789ABCDEF, 65535
+    step, ids = torch.tensor([0, 9, 65535, 3]), torch.tensor([0, 1 << 40 | 77, -1, 2**63 - 1])
+    words = torch.empty(4, 24, dtype=torch.int64)
+    assert "cpp" in CPU_BACKENDS
+    torch.ops.flowgrpo_fast_C.philox_words(step, ids, seed, stream, words)
+    assert torch.equal(words, philox_words(NoiseKey(seed, step, ids, stream), 24))
+
+
+def test_philox_words_of_triton() -> None:
+    from philox_kernel import triton_words
+
+    seed, stream = 0x7123456789ABCDEF, 65535
+    step, ids = torch.tensor([0, 9, 65535, 3]), torch.tensor([0, 1 << 40 | 77, -1, 2**63 - 1])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    words = triton_words(seed, step.to(device), stream, ids.to(device)).cpu()
+    assert torch.equal(words, philox_words(NoiseKey(seed, step, ids, stream), words.shape[1]))
 
 
 @pytest.mark.gpu

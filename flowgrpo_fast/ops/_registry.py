@@ -10,7 +10,7 @@ same arguments and return the same outputs, contiguous, with the same bits. They
 
 Which one runs is decided at each call: the backend asked for (`use_backend`, or FLOWGRPO_BACKEND, read once at import), else
 under "auto" the first of `_PREFERENCE` that the op has for the device. What is missing falls back to the reference and says so
-once per op and backend. fp64 (gradcheck) always runs on the reference: the kernels compute in fp32.
+once per op and backend. fp64 (gradcheck) and exotic dtypes always run on the reference: the kernels know fp32, bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from flowgrpo_fast.ops._checks import require_choice
 
 NAMESPACE = "flowgrpo_fast"
 BACKENDS = ("auto", "reference", "triton", "cuda", "cpp")
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PREFERENCE = {"cuda": ("triton", "cuda"), "cpu": ("cpp",)}
 
 Implementation = Callable[..., Any]
@@ -111,6 +112,7 @@ def _autograd(
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)  # gradients nobody asked for would each be a fill
             output = below(keyset, args)
             if setup_context is not None:
                 setup_context(ctx, args, output)
@@ -120,7 +122,11 @@ def _autograd(
         def backward(ctx: Any, *grads: Any) -> Any:
             if backward is None:
                 raise RuntimeError(f"{op} has no derivative of its own (second derivatives are not supported)")
+            if all(grad is None for grad in grads):
+                return (None,) * len(ctx.needs_input_grad)
             return None, *backward(ctx, *(grad if grad is None else grad.contiguous() for grad in grads))
+
+    Function.__name__ = Function.__qualname__ = op._opname  # what a traceback or a graph shows
 
     def autograd(keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
@@ -139,8 +145,11 @@ def _select(op: str, args: tuple[Any, ...], reference: Implementation) -> Implem
     if _current == "reference":
         return reference
     for arg in args:
-        # Scalars [] do not count: a denominator may be fp64 beside fp32 entries.
-        if isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 and arg.dim() > 0:
+        if isinstance(arg, torch.Tensor):
+            # Scalars [] do not count: a denominator may be fp64 beside fp32 entries.
+            if arg.dtype not in _KERNEL_DTYPES and arg.is_floating_point() and arg.dim() > 0:
+                return reference
+        elif isinstance(arg, torch.dtype) and arg not in _KERNEL_DTYPES:
             return reference
     device_type = args[0].device.type
     if _current == "auto":

@@ -118,4 +118,4 @@ def guidance_scale(scale: float | Tensor, v: Tensor) -> Tensor:
     require_float(scale, "scale", v.device)
     require_shape(scale, "scale", (v.shape[0],))
     require_detached(scale, "scale")
-    return scale
+    return scale.to(compute_dtype(v))

@@ -15,10 +15,13 @@ from flowgrpo_fast.ops._checks import rows_view
 from flowgrpo_fast.ops._fused import fused_loss
 from flowgrpo_fast.ops._reduce import CHUNK, LANES
 from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_combine_reference
+from flowgrpo_fast.ops.group_advantage import group_advantage_reference
 from flowgrpo_fast.ops.policy_loss import METRICS, per_sample, policy_loss_backward_reference
 
-# glibc serves smaller allocations from memory it already has: see csrc/pool.h.
+# Gradients above this come from csrc/pool.h: glibc may map and unmap such blocks each time, and above 32 MB it always does.
 POOLED_BYTES = 1 << 20
+# The CUDA kernel of group_advantage walks over the batch serially; above this the reference sorts, with the same bits.
+MAX_CUDA_BATCH = 8192
 
 _C = torch.ops.flowgrpo_fast_C
 
@@ -189,6 +192,8 @@ def cfg_combine_backward(
 def group_advantage(
     rewards: Tensor, group: Tensor, valid: Tensor | None, normalize: str, eps: float, clip: float
 ) -> Tensor:
+    if rewards.device.type == "cuda" and len(rewards) > MAX_CUDA_BATCH:
+        return group_advantage_reference(rewards, group, valid, normalize, eps, clip)
     advantage = _floats(len(rewards), rewards.device)
     used = None if valid is None else valid.contiguous().view(torch.uint8)
     is_global, is_scaled = normalize == "global_std", normalize != "none"

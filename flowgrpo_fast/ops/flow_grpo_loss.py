@@ -8,7 +8,7 @@
 Bytes that the kernels move, per latent element (fp32 x and prev, v in e bytes): forward reads 8 + e, backward reads 8 + e and writes e:
 16 + 3 e, so 28 in fp32 and 22 with bf16 velocities. Every given v_neg adds 3 e, v_ref 2 e, v_old e. That is each input twice and each
 gradient once, the least for a loss that needs a sum over the whole sample before the first element of its gradient, if nothing
-of latent size is kept in between. (Writing prev - mu in the forward and scaling it in the backward would move 16 + 2 e + 4; it would
+of latent size is kept in between. (Writing prev - mu in the forward and scaling it in the backward would move 16 + 2 e; it would
 keep a latent alive per call and round a bf16 gradient twice.)
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.ops._checks import (
+    compute_dtype,
     require,
     require_choice,
     require_detached,
@@ -73,8 +74,9 @@ def flow_grpo_loss_reference(
     loss, metrics, weight = policy_loss_reference(log_ratio, adv, step_weight, mask, denominator, clip_low, clip_high)
     kept, total = kept_denominator(kl, mask, denominator)
     kl = torch.where(kept, kl, 0.0)
-    mean_kl = (total_entries(kl) / total).to(kl.dtype)
-    kl_gradient = torch.where(kept, kl_weight, 0.0).to(kl.dtype) / total.to(kl.dtype)
+    total = total.to(kl.dtype)
+    mean_kl = (total_entries(kl) / total.double()).to(kl.dtype)
+    kl_gradient = kept.to(kl.dtype) * kl_weight / total
     if v_ref is not None:
         loss = loss + kl_weight * mean_kl
     return loss, torch.cat((metrics, mean_kl.float()[None])), log_prob, weight, kl_gradient
@@ -106,7 +108,10 @@ def flow_grpo_loss_backward_reference(
     grad_v, grad_neg = cfg_combine_backward_reference(
         grad, v if rescale else None, v_neg if rescale else None, scale, rescale
     )
-    return grad_v.to(v.dtype), grad_neg.to(v.dtype)
+    # The norms of a sample without weight may be NaN, and its gradient is 0 all the same.
+    dead = (s == 0) | ((upstream == 0) & (kl_upstream == 0 if v_ref is not None else True))
+    dead = dead.reshape(-1, *(1,) * (v.dim() - 1))
+    return torch.where(dead, 0.0, grad_v).to(v.dtype), torch.where(dead, 0.0, grad_neg).to(v.dtype)
 
 
 def _combined(v: Tensor, v_neg: Tensor | None, scale: Tensor | None, rescale: bool) -> Tensor:
@@ -215,6 +220,11 @@ def flow_grpo_loss(
     if v_neg is not None:
         require(v_neg.dtype == v.dtype, "v_neg", v_neg, f"pass {v.dtype}, as v")
     guidance = None if scale is None else guidance_scale(scale, v)
+    # fp64 rewards make fp64 advantages; beside fp32 latents they would send the whole op to the reference.
+    dtype = compute_dtype(v, x)
+    adv = adv.to(dtype)
+    old_log_prob = None if old_log_prob is None else old_log_prob.to(dtype)
+    step_weight = None if step_weight is None else step_weight.to(dtype)
     loss, metrics, log_prob, _, _ = _flow_grpo_loss(
         v, v_neg, guidance, rescale and v_neg is not None, x, prev, *coef.expanded(v), old_log_prob, v_old, v_ref, kl_weight,
         adv, step_weight, mask, denominator_tensor(denominator, v), clip_low, clip_high, form, reduction,

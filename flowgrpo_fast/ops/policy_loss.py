@@ -165,6 +165,9 @@ def policy_loss(
         require_shape(mask, "mask", batch, full)
         require_device(mask, "mask", ratio.device)
     total = denominator_tensor(denominator, ratio)
+    if ratio.dtype != torch.float64:  # fp64 weights beside fp32 entries would send the op to the reference
+        adv = adv.float()
+        step_weight = None if step_weight is None else step_weight.float()
     loss, metrics, _ = _policy_loss(ratio, adv, step_weight, mask, total, clip_low, clip_high)
     return loss, dict(zip(METRICS, metrics.unbind(), strict=True))
 

@@ -114,11 +114,16 @@ def gradient_rows(
     dtype = compute_dtype(x, v)
     slope = 2.0 * b.double() / (math.prod(x.shape[1:]) if reduction == "mean" else 1)
     weight = grad_log_prob.double() * slope * precision(s, form)
-    grad = weight.to(dtype)[:, None] * (rows(prev, dtype) - affine_mean(x, v, a, b, dtype))
+    grad = _scaled(weight.to(dtype), rows(prev, dtype) - affine_mean(x, v, a, b, dtype))
     if v_ref is not None:
         weight = grad_kl.double() * slope * b.double() * precision(s)
-        grad = grad + weight.to(dtype)[:, None] * (rows(v, dtype) - rows(v_ref, dtype))
+        grad = grad + _scaled(weight.to(dtype), rows(v, dtype) - rows(v_ref, dtype))
     return grad
+
+
+def _scaled(weight: Tensor, values: Tensor) -> Tensor:
+    """weight * values of rows, exactly 0 where the weight is: a sample that is masked out must not hand on the NaN of its latents."""
+    return torch.where(weight[:, None] == 0, 0.0, weight[:, None] * values)
 
 
 _sde_log_prob_backward = register_op(
@@ -133,7 +138,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*tensors, v_ref)
 
 
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    a = ctx.saved_tensors[3]
+    grads = tuple(torch.zeros_like(a) if grad is None else grad for grad in grads)
     grad_v = _sde_log_prob_backward(*grads, *ctx.saved_tensors, ctx.form, ctx.reduction)
     return (None, grad_v, *(None,) * 8)
 

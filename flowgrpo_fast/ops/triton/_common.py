@@ -68,6 +68,12 @@ def round_to(values, dtype: tl.constexpr):
 
 
 @triton.jit
+def as_fp64(number):
+    """An integer argument as fp64. Not `.to`: Triton turns an argument of 1 into a Python int."""
+    return tl.zeros([], tl.float64) + number
+
+
+@triton.jit
 def tree_sum(values):
     """[n] -> scalar by adding neighbours; n a power of two, 2 .. 1,024. Explicit, because the order inside tl.sum follows the layout, and
     that the pointers' alignment. The first three levels stay inside a thread."""

@@ -1,6 +1,6 @@
-"""group_advantage: one launch, no sort. Each program takes ROWS samples and walks over the batch four times.
+"""group_advantage: one launch, no sort. Each program takes ROWS samples and walks over the batch, five times at most.
 
-O(B^2) comparisons, of 1e7 at B = 4,096: microseconds for a GPU. Samples are added one at a time in the order of the batch, so
+The walks are serial: fine for the few thousand samples of a step. Above MAX_BATCH the reference sorts instead, with the same bits. Samples are added one at a time in the order of the batch, so
 the sums have the bits of the reference, and a group's do not depend on what else is in the batch (zeros change no sum).
 """
 
@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowgrpo_fast.ops.group_advantage import group_advantage_reference
 from flowgrpo_fast.ops.triton._common import on_device
 
 ROWS = 32
+MAX_BATCH = 8192
 
 
 @triton.jit(do_not_specialize=["eps_bits", "clip_bits"])
@@ -98,6 +100,8 @@ def _bits(value: float) -> int:
 def group_advantage(
     rewards: Tensor, group: Tensor, valid: Tensor | None, normalize: str, eps: float, clip: float
 ) -> Tensor:
+    if len(rewards) > MAX_BATCH:
+        return group_advantage_reference(rewards, group, valid, normalize, eps, clip)
     out = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
     if len(rewards):
         with on_device(rewards):

@@ -42,7 +42,7 @@ def policy_loss_kernel(
     for start in range(0, entries, BLOCK_):
         index = start + lane
         inside = index < entries
-        row, step = index // steps, index % steps
+        row, step = (index // steps).to(tl.int64), (index % steps).to(tl.int64)
         kept = is_kept(mask_ptr, index, entries, steps, mask_row, mask_step, MASK)
         log_r = tl.load(log_ratio_ptr + index, mask=inside, other=0.0).to(tl.float32)
         if OLD:
@@ -81,10 +81,10 @@ def policy_loss_kernel(
             tl.store(grad_kl_ptr + index, grad_kl, mask=inside)
 
     value = tl.sum(loss, axis=0).to(tl.float32)
+    mean_kl = (tl.sum(kls, axis=0) / total.to(tl.float64)).to(tl.float32)
     if KL:
-        mean_kl = (tl.sum(kls, axis=0) / total.to(tl.float64)).to(tl.float32)
         value += kl_weight * mean_kl
-        tl.store(metrics_ptr + 7, mean_kl)
+    tl.store(metrics_ptr + 7, mean_kl)
     tl.store(loss_ptr, value)
     divisor = tl.maximum(kept_count, 1.0)
     ratio_mean = tl.where(kept_count > 0, 1.0 + tl.sum(ratio, axis=0) / divisor, 0.0)
@@ -103,7 +103,7 @@ def policy_loss_kernel(
 def is_kept(mask_ptr, index, entries, steps, mask_row, mask_step, MASK: tl.constexpr):
     inside = index < entries
     if MASK:
-        row, step = index // steps, index % steps
+        row, step = (index // steps).to(tl.int64), (index % steps).to(tl.int64)
         inside = inside & (tl.load(mask_ptr + row * mask_row + step * mask_step, mask=inside, other=0) != 0)
     return inside
 
@@ -147,7 +147,7 @@ def loss(
     log_ratio = log_ratio.contiguous()
     old_log_prob = None if old_log_prob is None else old_log_prob.contiguous()
     value = torch.empty((), dtype=torch.float32, device=device)
-    metrics = torch.zeros(len(METRICS) + 1, dtype=torch.float32, device=device)
+    metrics = torch.empty(len(METRICS) + 1, dtype=torch.float32, device=device)
     grad = torch.empty(shape, dtype=log_ratio.dtype, device=device)
     grad_kl = None if kl is None else torch.empty(shape, dtype=torch.float32, device=device)
     # Views of the entries' shape: stride 0 where an operand broadcasts, nothing is materialised.

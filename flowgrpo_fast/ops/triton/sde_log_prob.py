@@ -13,6 +13,7 @@ from flowgrpo_fast.ops.triton._common import (
     CHUNK_,
     LANES_,
     LAUNCH,
+    as_fp64,
     chunks,
     lanes_for,
     load_block,
@@ -74,7 +75,7 @@ def finalize_kernel(
     s = tl.load(s_ptr + row)
     ode = s == 0
     sigma = tl.where(ode, 1.0, s).to(tl.float64)
-    count = length.to(tl.float64)
+    count = as_fp64(length)
     divisor = count if MEAN else count * 0 + 1.0
 
     square = sum_chunks(base, n_chunks, WIDTH) / divisor
@@ -86,14 +87,16 @@ def finalize_kernel(
         value = -square / (2.0 * sigma * sigma) - constant
     tl.store(log_prob_ptr + row, tl.where(ode, 0.0, value).to(tl.float32))
     precision = 0.5 / (sigma * sigma)
+    kl = precision * 0.0
     if KL:
         kl = sum_chunks(base + plane, n_chunks, WIDTH) / divisor * precision
-        tl.store(kl_ptr + row, tl.where(ode, 0.0, kl).to(tl.float32))
+    tl.store(kl_ptr + row, tl.where(ode, 0.0, kl).to(tl.float32))
+    log_ratio = precision * 0.0
     if RATIO:
         log_ratio = sum_chunks(base + 2 * plane, n_chunks, WIDTH) / divisor
         if GAUSSIAN:
             log_ratio = log_ratio * precision
-        tl.store(log_ratio_ptr + row, tl.where(ode, 0.0, log_ratio).to(tl.float32))
+    tl.store(log_ratio_ptr + row, tl.where(ode, 0.0, log_ratio).to(tl.float32))
 
 
 @triton.jit
@@ -123,11 +126,15 @@ def sde_log_prob_backward_kernel(
             scale = tl.load(scale_ptr + row)
             neg = load_block(neg_ptr + row * neg_row + start, i, remaining)
             v = combine_block(pos, neg, scale, TOKEN, v_ptr.dtype.element_ty)
-        grad = weight * (prev - (x * a + v * b))
+        grad = tl.where(weight == 0, 0.0, weight * (prev - (x * a + v * b)))
         if KL:
-            grad += kl_weight * (v - load_block(ref_ptr + row * ref_row + start, i, remaining))
+            shift = v - load_block(ref_ptr + row * ref_row + start, i, remaining)
+            grad += tl.where(kl_weight == 0, 0.0, kl_weight * shift)
         if CFG:
             grad, grad_neg = combine_backward_block(grad, pos, neg, scale, TOKEN)
+            dead = (weight == 0) & (kl_weight == 0)  # its norms may be NaN
+            grad = tl.where(dead, 0.0, grad)
+            grad_neg = tl.where(dead, 0.0, grad_neg)
             store_block(out_neg_ptr + row * length + start, i, remaining, grad_neg)
         store_block(out_ptr + row * length + start, i, remaining, grad)
 
@@ -143,7 +150,7 @@ def sample_weights(
     precision = tl.where(ode, 0.0, 0.5 / (sigma * sigma))
     slope = 2.0 * b.to(tl.float64)
     if MEAN:
-        slope = slope / length.to(tl.float64)
+        slope = slope / as_fp64(length)
     grad = tl.load(grad_log_prob_ptr + row).to(tl.float64)
     if RATIO:
         grad += tl.load(grad_log_ratio_ptr + row).to(tl.float64)
@@ -209,14 +216,14 @@ def finalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Chunk sums [1 or 3, B, chunks] -> log_prob, kl, log_ratio [B]; zeros where not asked for."""
     _, batch, n_chunks = partial.shape
-    out = torch.zeros(3, batch, dtype=torch.float32, device=partial.device)
+    log_prob, kl_out, log_ratio_out = (torch.empty(batch, dtype=torch.float32, device=partial.device) for _ in range(3))
     if batch:
         with on_device(partial):
             finalize_kernel[(batch,)](
-                partial, s, *out, length, n_chunks, batch * n_chunks, GAUSSIAN=form == "gaussian",
-                MEAN=reduction == "mean", KL=kl, RATIO=log_ratio, WIDTH=lanes_for(n_chunks), **LAUNCH,
+                partial, s, log_prob, kl_out, log_ratio_out, length, n_chunks, batch * n_chunks,
+                GAUSSIAN=form == "gaussian", MEAN=reduction == "mean", KL=kl, RATIO=log_ratio,
+                WIDTH=lanes_for(n_chunks), **LAUNCH,
             )  # fmt: skip
-    log_prob, kl_out, log_ratio_out = (row.clone() for row in out)  # an op's outputs must not share memory
     return log_prob, kl_out, log_ratio_out
 
 
