@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction
 from flowgrpo_fast.ops.triton import cfg_combine, group_advantage, policy_loss, sde_log_prob, sde_step
 
 ARCHITECTURES = (80, 90, 100)
+ONES = "ones"  # compiled for one architecture: it is about Triton, not about the machine code
 RESULTS = Path(__file__).parent / "results" / "aot.csv"
 TYPES = {
     torch.float32: "fp32",
@@ -121,55 +122,20 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
         "flow_grpo",
         partial(sde_log_prob.log_prob, x, x, None, None, 0, x, row, row, row, None, x, "flow_grpo", "mean"),
     )
-    # One element a sample, one sample: every integer argument is 1, which Triton turns into a constant. And an odd length.
-    for name, shape in (("ones", (1, 1)), ("odd", (3, 37))):
-        few, scalar = torch.empty(shape, device="meta"), torch.empty(shape[0], device="meta")
-        index = torch.empty(shape[0], dtype=torch.int64, device="meta")
-        yield (
-            name,
-            partial(
-                sde_step.sde_step, few, few, scalar, scalar, scalar, None, 1, index, index, 1, torch.float32, *gaussian
-            ),
-        )
-        yield (
-            name,
-            partial(sde_log_prob.log_prob, few, few, few, scalar, 1, few, scalar, scalar, scalar, few, few, *gaussian),
-        )
-        yield (
-            name,
-            partial(
-                sde_log_prob.sde_log_prob_backward,
-                scalar,
-                scalar,
-                scalar,
-                few,
-                few,
-                few,
-                scalar,
-                scalar,
-                scalar,
-                few,
-                *gaussian,
-            ),
-        )
-        for rescale in (False, True):
-            yield name, partial(cfg_combine.cfg_combine, few, few, scalar, rescale)
-            yield name, partial(cfg_combine.cfg_combine_backward, few, few, few, scalar, rescale)
-        yield name, partial(sde_step.sde_step_backward, few, scalar, torch.float32)
-        yield name, partial(group_advantage.group_advantage, scalar, index, None, "global_std", 1e-4, 5.0)
-        yield (
-            name,
-            partial(
-                policy_loss.policy_loss,
-                scalar,
-                scalar,
-                scalar,
-                None,
-                torch.empty((), dtype=torch.float64, device="meta"),
-                1e-4,
-                1e-4,
-            ),
-        )
+    # One element a sample, one sample: every integer argument is 1, which Triton turns into a constant.
+    few, scalar = torch.empty(1, 1, device="meta"), torch.empty(1, device="meta")
+    index = torch.empty(1, dtype=torch.int64, device="meta")
+    total = torch.empty((), dtype=torch.float64, device="meta")
+    rows = (scalar, scalar, scalar)
+    yield ONES, partial(sde_step.sde_step, few, few, *rows, None, 1, index, index, 1, torch.float32, *gaussian)
+    yield ONES, partial(sde_log_prob.log_prob, few, few, few, scalar, 1, few, *rows, few, few, *gaussian)
+    yield ONES, partial(sde_log_prob.sde_log_prob_backward, *rows, few, few, few, *rows, few, *gaussian)
+    yield ONES, partial(sde_step.sde_step_backward, few, scalar, torch.float32)
+    for rescale in (False, True):
+        yield ONES, partial(cfg_combine.cfg_combine, few, few, scalar, rescale)
+        yield ONES, partial(cfg_combine.cfg_combine_backward, few, few, few, scalar, rescale)
+    yield ONES, partial(group_advantage.group_advantage, scalar, index, None, "global_std", 1e-4, 5.0)
+    yield ONES, partial(policy_loss.policy_loss, scalar, scalar, scalar, None, total, 1e-4, 1e-4)
     for normalize, valid in (("global_std", small), ("group_std", None), ("none", None)):
         yield normalize, partial(group_advantage.group_advantage, row, ids, valid, normalize, 1e-4, 5.0)
     entries = torch.empty(BATCH, 2, device="meta")
@@ -237,7 +203,8 @@ def main() -> None:
             if built.hash() in seen:
                 continue
             seen.add(built.hash())
-            rows += [inspect_kernel(kernel, variant, built, options, sm) for sm in ARCHITECTURES]
+            architectures = (90,) if variant == ONES else ARCHITECTURES
+            rows += [inspect_kernel(kernel, variant, built, options, sm) for sm in architectures]
     with arguments.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(Row.__dataclass_fields__))
         writer.writeheader()
