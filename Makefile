@@ -30,7 +30,7 @@ demo: setup
 
 # Two workers of one thread each, a file to a worker: 2 cores are used well, and no test waits for another's threads.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
