@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flowgrpo_fast.ops.policy_loss import LOG_RATIO_BOUND, METRICS, per_sample
+from flowgrpo_fast.ops.policy_loss import LOG_RATIO_BOUND, METRICS, per_sample, policy_loss_backward_reference
 from flowgrpo_fast.ops.triton._common import on_device, round_to
 
 _BOUND: tl.constexpr = tl.constexpr(LOG_RATIO_BOUND)
@@ -173,4 +173,4 @@ def _strides(tensor: Tensor | None) -> tuple[int, int]:
 
 
 def policy_loss_backward(grad_log_ratio: Tensor, grad_loss: Tensor) -> Tensor:
-    return grad_log_ratio * grad_loss.to(grad_log_ratio.dtype)  # [B, T] numbers: torch does this in one launch
+    return policy_loss_backward_reference(grad_log_ratio, grad_loss)  # [B, T] numbers: torch does this in one launch
