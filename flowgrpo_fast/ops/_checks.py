@@ -68,6 +68,10 @@ def rows_view(tensor: Tensor) -> Tensor:
     return tensor.flatten(1)
 
 
+def optional_rows(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else rows_view(tensor)
+
+
 def _describe(value: object) -> str:
     if not isinstance(value, Tensor):
         return str(value)

@@ -11,12 +11,12 @@ import warnings
 import torch
 from torch import Tensor
 
-from flowgrpo_fast.ops._checks import rows_view
+from flowgrpo_fast.ops._checks import optional_rows, rows_view
 from flowgrpo_fast.ops._fused import fused_loss
 from flowgrpo_fast.ops._reduce import CHUNK, LANES
 from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_combine_reference
 from flowgrpo_fast.ops.group_advantage import group_advantage_reference
-from flowgrpo_fast.ops.policy_loss import METRICS, per_sample, policy_loss_backward_reference
+from flowgrpo_fast.ops.policy_loss import METRICS, entry_views, policy_loss_backward_reference
 
 # Gradients above this come from csrc/pool.h: glibc may map and unmap such blocks each time, and above 32 MB it always does.
 POOLED_BYTES = 1 << 20
@@ -61,7 +61,7 @@ def sde_step(
     x_rows = rows_view(x)
     partial, log_prob = _scratch(1, x_rows), _floats(len(x), x.device)
     _C.sde_step(
-        x_rows, rows_view(v), a, b, s, _optional_rows(noise), seed, _contiguous(step), _contiguous(sample_id), stream,
+        x_rows, rows_view(v), a, b, s, optional_rows(noise), seed, _contiguous(step), _contiguous(sample_id), stream,
         prev, partial, log_prob, form == "gaussian", reduction == "mean",
     )  # fmt: skip
     return prev, log_prob
@@ -107,8 +107,8 @@ def _log_prob(
     x_rows = rows_view(x)
     log_prob, kl, log_ratio = (_floats(len(x), x.device) for _ in range(3))
     _C.sde_log_prob(
-        x_rows, rows_view(v), _optional_rows(v_neg), scale, token, rows_view(prev), a, b, s, _optional_rows(v_ref),
-        _optional_rows(v_old), _scratch(3, x_rows), log_prob, kl, log_ratio, form == "gaussian", reduction == "mean",
+        x_rows, rows_view(v), optional_rows(v_neg), scale, token, rows_view(prev), a, b, s, optional_rows(v_ref),
+        optional_rows(v_old), _scratch(3, x_rows), log_prob, kl, log_ratio, form == "gaussian", reduction == "mean",
     )  # fmt: skip
     return log_prob, kl, log_ratio
 
@@ -153,8 +153,8 @@ def _gradient(
     grad_v = _empty_gradient(v, dtype)
     grad_neg = None if v_neg is None else _empty_gradient(v, dtype)
     _C.sde_log_prob_backward(
-        *grads, grad_loss, rows_view(x), rows_view(v), _optional_rows(v_neg), scale, token, rows_view(prev), a, b, s,
-        _optional_rows(v_ref), grad_v, grad_neg, form == "gaussian", reduction == "mean",
+        *grads, grad_loss, rows_view(x), rows_view(v), optional_rows(v_neg), scale, token, rows_view(prev), a, b, s,
+        optional_rows(v_ref), grad_v, grad_neg, form == "gaussian", reduction == "mean",
     )  # fmt: skip
     return grad_v, grad_neg
 
@@ -183,7 +183,7 @@ def cfg_combine_backward(
         return grad_pos.to(dtype or grad.dtype), grad_neg.to(dtype or grad.dtype)
     grad_pos, grad_neg = (_empty_gradient(grad, dtype or grad.dtype) for _ in range(2))
     _C.cfg_combine_backward(
-        rows_view(grad), _optional_rows(v_pos), _optional_rows(v_neg), scale.float(), width if rescale else 0,
+        rows_view(grad), optional_rows(v_pos), optional_rows(v_neg), scale.float(), width if rescale else 0,
         grad_pos, grad_neg,
     )  # fmt: skip
     return grad_pos, grad_neg
@@ -232,10 +232,7 @@ def _loss(
     metrics = torch.zeros(len(METRICS) + 1, dtype=torch.float32, device=device)
     grad = torch.empty(shape, dtype=log_ratio.dtype, device=device)
     grad_kl = None if kl is None else torch.empty(shape, dtype=torch.float32, device=device)
-    # Views of the entries' shape: stride 0 where an operand broadcasts, nothing is materialised.
-    adv = per_sample(adv, shape).expand(shape)
-    step_weight = None if step_weight is None else step_weight.expand(shape)
-    mask = None if mask is None else per_sample(mask, shape).expand(shape).view(torch.uint8)
+    adv, step_weight, mask = entry_views(adv, step_weight, mask, shape)
     denominator = None if denominator is None else denominator.float()
     _C.policy_loss(
         log_ratio, old_log_prob, adv, step_weight, mask, denominator, kl, kl_weight, clip_low, clip_high,
@@ -272,10 +269,6 @@ def _scratch(sums: int, x_rows: Tensor) -> Tensor:
 
 def _floats(count: int, device: torch.device) -> Tensor:
     return torch.empty(count, dtype=torch.float32, device=device)
-
-
-def _optional_rows(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else rows_view(tensor)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -85,6 +85,15 @@ def per_sample(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.unsqueeze(1) if tensor.dim() < len(shape) else tensor
 
 
+def entry_views(
+    adv: Tensor, step_weight: Tensor | None, mask: Tensor | None, shape: torch.Size
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """For kernels: views of the entries' shape, the mask as bytes. Stride 0 where an operand broadcasts, nothing is materialised."""
+    weight = None if step_weight is None else step_weight.expand(shape)
+    kept = None if mask is None else per_sample(mask, shape).expand(shape).view(torch.uint8)
+    return per_sample(adv, shape).expand(shape), weight, kept
+
+
 def kept_denominator(entries: Tensor, mask: Tensor | None, denominator: Tensor | None) -> tuple[Tensor, Tensor]:
     """Which entries count, and what divides their sum, fp64 []: 1 where nothing is kept here, whatever the other ranks kept."""
     shape = entries.shape

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flowgrpo_fast.ops._checks import rows_view
 from flowgrpo_fast.ops._reduce import CHUNK, LANES
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,10 +28,6 @@ def chunks(length: int) -> int:
 def lanes_for(count: int) -> int:
     """WIDTH of `sum_chunks`."""
     return max(2, min(LANES, triton.next_power_of_2(count)))
-
-
-def optional_rows(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else rows_view(tensor)
 
 
 def row_stride(rows: Tensor | None) -> int:

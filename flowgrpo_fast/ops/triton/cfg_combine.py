@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowgrpo_fast.ops._checks import optional_rows
 from flowgrpo_fast.ops._reduce import LANES
 from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_combine_reference
 from flowgrpo_fast.ops.triton._cfg import combine_backward_block, combine_block, rescaled, rescaled_backward
@@ -18,7 +19,6 @@ from flowgrpo_fast.ops.triton._common import (
     chunks,
     load_block,
     on_device,
-    optional_rows,
     round_to,
     row_stride,
     store_block,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flowgrpo_fast.ops.policy_loss import LOG_RATIO_BOUND, METRICS, per_sample, policy_loss_backward_reference
+from flowgrpo_fast.ops.policy_loss import LOG_RATIO_BOUND, METRICS, entry_views, policy_loss_backward_reference
 from flowgrpo_fast.ops.triton._common import on_device, round_to
 
 _BOUND: tl.constexpr = tl.constexpr(LOG_RATIO_BOUND)
@@ -150,10 +150,7 @@ def loss(
     metrics = torch.empty(len(METRICS) + 1, dtype=torch.float32, device=device)
     grad = torch.empty(shape, dtype=log_ratio.dtype, device=device)
     grad_kl = None if kl is None else torch.empty(shape, dtype=torch.float32, device=device)
-    # Views of the entries' shape: stride 0 where an operand broadcasts, nothing is materialised.
-    adv = per_sample(adv, shape).expand(shape)
-    step_weight = None if step_weight is None else step_weight.expand(shape)
-    mask = None if mask is None else per_sample(mask, shape).expand(shape).view(torch.uint8)
+    adv, step_weight, mask = entry_views(adv, step_weight, mask, shape)
     strides = [stride for tensor in (adv, step_weight, mask) for stride in _strides(tensor)]
     with on_device(log_ratio):
         policy_loss_kernel[(1,)](

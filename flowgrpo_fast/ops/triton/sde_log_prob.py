@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowgrpo_fast.ops._checks import optional_rows
 from flowgrpo_fast.ops.triton._cfg import combine_backward_block, combine_block
 from flowgrpo_fast.ops.triton._common import (
     BLOCKS_,
@@ -18,7 +19,6 @@ from flowgrpo_fast.ops.triton._common import (
     lanes_for,
     load_block,
     on_device,
-    optional_rows,
     row_stride,
     store_block,
     sum_chunks,

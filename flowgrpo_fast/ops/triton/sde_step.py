@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowgrpo_fast.ops._checks import optional_rows
 from flowgrpo_fast.ops.triton._common import (
     BLOCKS_,
     CHUNK_,
@@ -15,7 +16,6 @@ from flowgrpo_fast.ops.triton._common import (
     chunks,
     load_block,
     on_device,
-    optional_rows,
     round_to,
     row_stride,
     store_block,
