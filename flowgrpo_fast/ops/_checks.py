@@ -28,8 +28,10 @@ def require_device(tensor: Tensor, field: str, device: torch.device | None) -> N
 
 
 def require_shape(tensor: Tensor, field: str, *shapes: tuple[int, ...]) -> None:
-    if not any(tensor.shape == shape for shape in shapes):  # not `in`: torch.compile cannot look symbolic sizes up
-        require(False, field, tensor, f"pass shape {' or '.join(str(list(shape)) for shape in shapes)}")
+    for shape in shapes:
+        if tensor.shape == shape:  # not `in`: torch.compile cannot look symbolic sizes up
+            return
+    require(False, field, tensor, f"pass shape {' or '.join(str(list(shape)) for shape in shapes)}")
 
 
 def require_latents(tensor: Tensor, field: str) -> None:
