@@ -2,14 +2,20 @@
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 # Pinned beside everything that needs torch, or pip may bring another build. On a CUDA machine: make setup TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
-# Python compiles what it imports; compiling all of torch and the rest at once takes half a minute.
-PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
+PIP_OPTIONS := --quiet --disable-pip-version-check
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | sha256sum | cut -c1-16)-$(TORCH)
 BUILT := $(VENV)/.built-$(shell cat setup.py csrc/* | sha256sum | cut -c1-16)-$(TORCH)
 
-.PHONY: setup demo test lint format bench bench-quick clean
+# The environment of rollout servers: vllm-omni pins other versions of diffusers than the trainer has.
+ROLLOUT_VENV := .venv-rollout
+ROLLOUT_PYTHON := $(CURDIR)/$(ROLLOUT_VENV)/bin/python
+ROLLOUT_REQUIREMENTS := flowgrpo_fast/rollout/vllm_omni/requirements-cpu.txt
+ROLLOUT_STAMP := $(ROLLOUT_VENV)/.ready-$(shell cat pyproject.toml Makefile $(ROLLOUT_REQUIREMENTS) | sha256sum | cut -c1-16)
+VLLM := vllm==0.30.0 vllm-omni==0.30.0
+
+.PHONY: setup setup-vllm extension demo test test-vllm lint format bench bench-quick clean
 
 setup: $(STAMP) $(BUILT)
 
@@ -21,10 +27,27 @@ $(STAMP):
 	FLOWGRPO_BUILD_EXT=0 $(BIN)/python -m pip install $(PIP_OPTIONS) --no-build-isolation $(TORCH) -e ".[train,dev]"
 	touch $@
 
+extension: $(BUILT)
+
 # The compiled kernels, in place. Optional: without a compiler this says so in one line and everything else goes on.
 $(BUILT): $(STAMP)
 	rm -f flowgrpo_fast/_C*.so
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+setup-vllm: $(ROLLOUT_STAMP)
+
+# With a GPU, what vllm asks for. Without, its CUDA-only requirements are left out: they would be 7 GB that nothing can use.
+$(ROLLOUT_STAMP): | $(STAMP)
+	rm -rf $(ROLLOUT_VENV)
+	$(PYTHON) -m venv $(ROLLOUT_VENV)
+	if command -v nvidia-smi >/dev/null; then \
+	    $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) $(VLLM) -e ".[rollout]"; \
+	else \
+	    $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) torch==2.13.0 setuptools && \
+	    $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) --no-deps $(VLLM) torchvision==0.28.0 && \
+	    FLOWGRPO_BUILD_EXT=0 $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) --no-build-isolation torch==2.13.0 -r $(ROLLOUT_REQUIREMENTS) -e ".[rollout]"; \
+	fi
 	touch $@
 
 demo: setup
@@ -32,8 +55,11 @@ demo: setup
 
 # Two workers of one thread each, a file to a worker: 2 cores are used well, and no test waits for another's threads.
 test: $(STAMP)
-	$(MAKE) --no-print-directory -j2 lint $(BUILT)
+	$(MAKE) --no-print-directory -j2 lint extension $(ROLLOUT_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-vllm: setup setup-vllm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_vllm_omni.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -52,4 +78,4 @@ bench-quick: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable $(ARGS)
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache flowgrpo_fast/_C*.so
+	rm -rf $(VENV) $(ROLLOUT_VENV) build .pytest_cache .ruff_cache .mypy_cache flowgrpo_fast/_C*.so

@@ -192,24 +192,40 @@ class RolloutBatch:
                 raise BatchError(f"{name}: sample {row} holds {t[row].tolist()}, expected values in [0, {limit})")
         return self
 
-    def pack(self) -> Tensor:
-        """One uint8 buffer on this batch's device: header and every tensor, copied once."""
+    def packed_size(self) -> int:
+        """Bytes that `pack` writes."""
+        return self._layout()[2]
+
+    def pack(self, out: Tensor | None = None) -> Tensor:
+        """One uint8 buffer: header and every tensor, each copied once. out: where to, [packed_size()] on any device; else fresh memory
+        on this batch's device. BatchError where `out` has another size."""
+        entries, head, size = self._layout()
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.latents.device) if out is None else out
+        if buffer.dtype != torch.uint8 or tuple(buffer.shape) != (size,):
+            raise BatchError(f"pack: out is {buffer.dtype} {list(buffer.shape)}, expected torch.uint8 [{size}]")
+        start = _aligned(len(head))
+        _fill(buffer, 0, head)
+        for entry, t in zip(entries, self.tensors().values(), strict=True):
+            view = _view(buffer, start, entry)
+            view.copy_(t)
+            # The gaps that alignment leaves: the same batch gives the same bytes.
+            end = start + entry["offset"] + t.numel() * t.element_size()
+            buffer[end : start + _aligned(end - start)].zero_()
+        return buffer
+
+    def _layout(self) -> tuple[list[dict[str, Any]], bytes, int]:
+        """The header's entries, prefix and header, and the size of it all in bytes."""
         entries, offset = [], 0
         for name, t in self.tensors().items():
             entries.append(
                 {"name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "offset": offset}
             )
-            offset += -(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT
+            offset += _aligned(t.numel() * t.element_size())
         header = json.dumps(
             {"tensors": entries, **{n: getattr(self, n) for n in INTEGERS}}, separators=(",", ":")
         ).encode()
-        start = -(-(PREFIX.size + len(header)) // ALIGNMENT) * ALIGNMENT
-        buffer = torch.zeros(start + offset, dtype=torch.uint8, device=self.latents.device)
         head = PREFIX.pack(MAGIC, FORMAT_VERSION, len(header)) + header
-        buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(buffer.device)
-        for entry, t in zip(entries, self.tensors().values(), strict=True):
-            _view(buffer, start, entry).copy_(t)
-        return buffer
+        return entries, head, _aligned(len(head)) + offset
 
     @staticmethod
     def unpack(buffer: Tensor) -> RolloutBatch:
@@ -229,11 +245,21 @@ class RolloutBatch:
             raise BatchError(f"unpack: truncated: {buffer.numel()} bytes, the header needs {PREFIX.size + length}")
         try:
             header = json.loads(bytes(buffer[PREFIX.size : PREFIX.size + length].cpu().numpy()))
-            start = -(-(PREFIX.size + length) // ALIGNMENT) * ALIGNMENT
+            start = _aligned(PREFIX.size + length)
             views: dict[str, Any] = {entry["name"]: _view(buffer, start, entry) for entry in header["tensors"]}
             return RolloutBatch(**views, **{name: header[name] for name in INTEGERS})
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise BatchError(f"unpack: corrupt header: {error!r}") from error
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _fill(buffer: Tensor, at: int, data: bytes) -> None:
+    """Bytes into the buffer, zeros up to the next aligned offset."""
+    padded = torch.frombuffer(bytearray(data.ljust(_aligned(len(data)), b"\0")), dtype=torch.uint8)
+    buffer[at : at + len(padded)].copy_(padded)
 
 
 def _view(buffer: Tensor, start: int, entry: dict) -> Tensor:

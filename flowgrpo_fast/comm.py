@@ -49,10 +49,15 @@ def all_ok(ok: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
-def agree(error: Exception | None, device: torch.device) -> None:
-    """Raises on every rank where any rank has an error: nobody is left waiting in a collective."""
+def agree(error: Exception | None, device: torch.device, shared: type[Exception] | None = None) -> None:
+    """Raises on every rank where any rank has an error: nobody is left waiting in a collective.
+
+    shared: where all errors are of this type, every rank raises it, and all can handle it alike.
+    """
     if all_ok(error is None, device):
         return
+    if shared is not None and all_ok(error is None or isinstance(error, shared), device):
+        raise error or shared("on another rank")
     if error is not None:
         raise error
     raise RuntimeError("another rank failed; its own message says why")

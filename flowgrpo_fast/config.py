@@ -73,8 +73,42 @@ class SigmasConfig(Section):
     shift_terminal: float | None = None
 
 
+class ServerConfig(Section):
+    """Rollout servers: one vllm-omni engine each, in processes of their own."""
+
+    python: str | None = None
+    """Interpreter of the environment that has vllm-omni; null: this one."""
+    replicas: int = Field(1, ge=0)
+    """Servers that the first rank of each node starts."""
+    addresses: list[str] = []
+    """Servers started by hand (`python -m flowgrpo_fast.rollout.serve`), e.g. tcp://10.0.0.2:5555. Used by all nodes."""
+    devices: list[int] | None = None
+    """GPUs of a node's servers, tensor_parallel_size for each replica in order; null: all that the node has, in order."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    cpu: bool = False
+    """Run the engine on the CPU: for tests and laptops."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of a server; null: all cores."""
+    colocated: bool = False
+    """The servers share the trainer's GPUs: they sleep while it trains."""
+    overlap: bool = False
+    """Sample step t + 1 while step t is trained: one step off-policy, corrected by the ratio."""
+    check_every: int = Field(50, ge=1)
+    """Replay some samples in the trainer at the first step and every so many steps: the agreement gate."""
+    max_failures: int = Field(5, ge=0)
+    """Lost servers and failed requests of a run, after which it ends."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(1800.0, gt=0)
+    bucket_mb: int = Field(512, ge=1)
+    """Full weights travel in buckets of this size, two of them in memory."""
+    engine: dict[str, Any] = {}
+    """More keyword arguments for AsyncOmni. Those that would break exactness are refused by name."""
+
+
 class RolloutConfig(Section):
-    backend: Literal["in_process"] = "in_process"
+    backend: Literal["in_process", "vllm_omni"] = "in_process"
+    """`vllm_omni`: servers of their own, see docs/vllm_omni.md; `rollout.server` is read then."""
+    server: ServerConfig = ServerConfig()
     agent_loop: str = "single_turn"
     """Registered name or `module:Class`."""
     height: int = Field(512, ge=16)
@@ -201,6 +235,15 @@ class Config(Section):
         if self.model.train == "full" and self.model.dtype == "float16":
             raise ValueError(
                 "model.dtype float16 cannot be trained in full (gradients underflow); use bfloat16 or float32"
+            )
+        server = self.rollout.server
+        if server.overlap and self.rollout.backend == "in_process":
+            raise ValueError(
+                "rollout.server.overlap needs servers that sample while the trainer trains: rollout.backend vllm_omni"
+            )
+        if server.overlap and server.colocated:
+            raise ValueError(
+                "rollout.server.overlap and rollout.server.colocated exclude each other: a sleeping server cannot sample"
             )
         window = self.rollout.window
         if window.size is not None and window.range is not None and window.range[1] - window.range[0] < window.size:

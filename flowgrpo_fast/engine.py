@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -245,12 +245,36 @@ class Engine:
         """Frees what DeepSpeed holds on to: hooks, partitions, buffers."""
         self.engine.destroy()
 
+    @contextmanager
+    def gathered(self, parameters: list[nn.Parameter], write: bool = False) -> Iterator[None]:
+        """These parameters whole inside. A collective: every rank enters. write: every rank assigns the same values, which stay."""
+        if self.config.engine.zero_stage < 3:
+            yield
+            return
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if write else None):
+            yield
+
+    @staticmethod
+    def numel(parameter: nn.Parameter) -> int:
+        """Of the whole parameter, which holds nothing while it is partitioned."""
+        return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
     def trained_state(self) -> dict[str, Tensor]:
         """Trained parameters by name, whole, on the CPU. A collective: every rank calls it."""
-        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        stage3 = self.config.engine.zero_stage == 3
-        with deepspeed.zero.GatheredParameters([p for _, p in named]) if stage3 else nullcontext():
-            return {name: p.detach().cpu().clone() for name, p in named}
+        named = self.trained()
+        with self.gathered(list(named.values())):
+            return {name: p.detach().cpu().clone() for name, p in named.items()}
+
+    @torch.no_grad()
+    def set_trained(self, state: dict[str, Tensor]) -> None:
+        """Puts values into the network, not into the optimizer's master copies: the next step goes on from those. A collective."""
+        named = self.trained()
+        with self.gathered(list(named.values()), write=True):
+            for name, parameter in named.items():
+                parameter.copy_(state[name])
 
     def _frozen_copy(self, adapter: ModelAdapter, plan: BatchPlan) -> Any:
         reference = adapter.load_transformer().requires_grad_(False).eval()

@@ -68,6 +68,10 @@ class Inputs:
 
     def __init__(self, config: Config, world_size: int) -> None:
         resolve_model_path(config.model.path)
+        if config.rollout.backend == "vllm_omni":
+            from flowgrpo_fast.rollout.vllm_omni.preflight import check
+
+            check(config)
         self.agent_loop = agent_loop_class(config.rollout.agent_loop)
         self.algorithm = build_algorithm(config.algorithm)
         self.train_records = load_prompts(config.data.train, "train")

@@ -83,9 +83,13 @@ class Replay:
     ) -> None:
         self.config, self.plan, self.adapter, self.engine, self.algorithm = config, plan, adapter, engine, algorithm
         self.batch, self.text = batch, Text.of(batch)
-        self.on_policy_from_rollout = self._trusts_rollout()
+        self.trusts_rollout = True
         self.recomputed: Tensor | None = None
-        if plan.updates > 1 and not self.on_policy_from_rollout:
+
+    def begin(self, trusts_rollout: bool) -> None:
+        """Before the first update. trusts_rollout: take the rollout's log-probs as the old ones; else the trainer's."""
+        self.trusts_rollout = trusts_rollout
+        if self.plan.updates > 1 and not trusts_rollout:
             self.recomputed = self._recompute_log_probs()
 
     def update(self, index: int, advantages: Tensor, valid: Tensor) -> dict[str, float]:
@@ -137,7 +141,7 @@ class Replay:
             with torch.no_grad(), self.engine.reference_policy() as reference:
                 v_ref = self._velocity(reference, m, x)
         old: Tensor | None = None
-        if self.on_policy_from_rollout:
+        if self.trusts_rollout:
             old = batch.log_probs[m.samples, m.slots]
         elif index > 0:
             assert self.recomputed is not None
@@ -173,23 +177,31 @@ class Replay:
         at = self.batch.step_index[m.samples, m.slots]
         return sde_coefficients(self.batch.sigmas, at, rule=r.rule, noise_level=r.noise_level)
 
-    def _trusts_rollout(self) -> bool:
-        choice = self.config.algorithm.old_log_probs
-        return choice == "rollout" or (choice == "auto" and self.plan.replays_rollout_shape)
+    def first_of_each_slot(self) -> list[MicroBatch]:
+        """A micro-batch of the first samples at each window slot."""
+        samples = torch.arange(min(self.plan.micro_batch_size, self.batch.size))
+        device = self.batch.latents.device
+        on_host = [int(i) for i in samples]
+        return [
+            MicroBatch(samples.to(device), torch.full_like(samples, slot).to(device), on_host)
+            for slot in range(self.plan.window)
+        ]
 
     @torch.no_grad()
+    def log_probs(self, m: MicroBatch) -> Tensor:
+        """fp32 [N] under the current weights."""
+        c = self.config.algorithm
+        x, prev = self.batch.latents[m.samples, m.slots], self.batch.latents[m.samples, m.slots + 1]
+        v = self._velocity(self.engine, m, x)
+        out = sde_log_prob(x, v, prev, self._coefficients(m), form=c.log_prob_form, reduction=c.log_prob_reduction)
+        return out.log_prob
+
     def _recompute_log_probs(self) -> Tensor:
         """Log-probs [B, W] under the weights before the first update: what later updates of this rollout compare with."""
-        c = self.config.algorithm
         result = torch.empty_like(self.batch.log_probs)
         for index in range(self.plan.updates):
             for m in self._micro_batches(index):
-                x, prev = self.batch.latents[m.samples, m.slots], self.batch.latents[m.samples, m.slots + 1]
-                v = self._velocity(self.engine, m, x)
-                out = sde_log_prob(
-                    x, v, prev, self._coefficients(m), form=c.log_prob_form, reduction=c.log_prob_reduction
-                )
-                result[m.samples, m.slots] = out.log_prob
+                result[m.samples, m.slots] = self.log_probs(m)
         return result
 
     def _require_finite(self, micro_batches: list[MicroBatch], log_probs: list[Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowgrpo_fast import comm
+from flowgrpo_fast.agreement import AgreementGate
 from flowgrpo_fast.checkpoint import TrainerState, check_resumable, find_checkpoint, save_checkpoint
 from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.data.sampler import GroupSampler, rank_slice
@@ -24,8 +26,8 @@ from flowgrpo_fast.replay import Replay
 from flowgrpo_fast.report import image_grid, write_report
 from flowgrpo_fast.rewards import RewardResult, check_failures, combine_components
 from flowgrpo_fast.rollout.agent_loop import GroupTask, RolloutResult, make_tasks, run_agent_loops
-from flowgrpo_fast.rollout.base import SamplingParams
-from flowgrpo_fast.rollout.in_process import InProcessRollout
+from flowgrpo_fast.rollout.base import SamplingParams, ServerLostError
+from flowgrpo_fast.rollout.build import build_rollout
 from flowgrpo_fast.schedule import draw_window_starts
 
 PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "rapidocr", "flowgrpo_fast")
@@ -50,10 +52,13 @@ class Trainer:
         self.engine = Engine(config, self.plan, self.adapter, config.trainer.total_steps * self.plan.updates)
         if self.checkpoint is not None:
             self.engine.load(self.checkpoint)
-        self.rollout = InProcessRollout(self.adapter, self.engine.module, config.rollout.sigmas, device)
+        self.rollout = build_rollout(config, self.adapter, self.engine, self.run_dir, device)
         self.sampler = GroupSampler(
             len(inputs.train_records), config.algorithm.groups_per_step, config.seed, config.data.shuffle
         )
+        self.gate = AgreementGate(config, self.plan)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="overlap")
+        self._next_rollout: Future[RolloutResult] | None = None
         self.timer = PhaseTimer()
         self.setup_seconds = time.perf_counter() - began
 
@@ -121,29 +126,35 @@ class Trainer:
         self._export()
         self._summarise(before, after, first_ratio, time.perf_counter() - began)
         self.inputs.rewards.close()
+        self.rollout.close()
         return after
 
     def _step(self, step: int) -> dict[str, float]:
         """One rollout and its updates. Metrics are over all ranks."""
-        result = self._rollout(
-            self._tasks(step), sampling_params(self.config, self.plan.window), self.config.rollout.groups_per_batch
-        )
+        result = self._training_rollout(step)
         self.timer.add("rollout", result.generation_seconds)
         # Rewards overlap with generation; this is what was left to wait for after the last image.
         self.timer.add("reward", result.reward_wait_seconds)
         with self.timer("advantage"):
             rewards, advantages, valid, metrics = self._advantages(result)
         self._save_samples(step + 1, result, rewards)
+        if self.config.rollout.server.overlap and step + 1 < self.config.trainer.total_steps:
+            self._start_next_rollout(step + 1)
         with self.timer("update"):
             batch = result.batch.without_media()
             replay = Replay(self.config, self.plan, self.adapter, self.engine, self.inputs.algorithm, batch)
+            if self.gate.is_due(step, self.state.policy_version - batch.policy_version):
+                metrics |= self.gate.measure(replay)
+            replay.begin(self.gate.trusts_rollout())
             updates = [replay.update(u, advantages, valid) for u in range(self.plan.updates)]
         # What rollout and trainer disagree on is measured where both have the same weights: in the first update.
         first, last = updates[0], updates[-1]
         metrics |= {metric_name(name): value for name, value in last.items() if not name.startswith("rollout_")}
         metrics |= {metric_name(name): value for name, value in first.items() if name.startswith("rollout_")}
         metrics["optimizer/skipped"] = sum(update["skipped"] for update in updates)
-        metrics["policy/version"] = float(self.state.policy_version)
+        metrics["policy/version"] = float(result.batch.policy_version)
+        metrics["policy/staleness"] = float(self.state.policy_version - result.batch.policy_version)
+        metrics |= {f"rollout/{name}": value for name, value in self.rollout.metrics().items()}
         if "ratio_max_deviation" in first:
             metrics["policy/first_ratio_max_deviation"] = first["ratio_max_deviation"]
         return metrics
@@ -172,29 +183,67 @@ class Trainer:
         )
         return make_tasks(records, first, G, turns, start)
 
-    def _rollout(self, tasks: list[GroupTask], sampling: SamplingParams, groups_per_batch: int) -> RolloutResult:
-        """All groups of a phase on this rank. An error on one rank is raised on all of them."""
-        error: Exception | None = None
-        result: RolloutResult | None = None
-        with self.engine.whole_weights():
+    def _training_rollout(self, step: int) -> RolloutResult:
+        """The samples of a step: those started while the step before was trained, where there are any; else sampled now."""
+        pending, self._next_rollout = self._next_rollout, None
+        if pending is not None:
+            error: Exception | None = None
             try:
-                result = run_agent_loops(
-                    self.inputs.agent_loop,
-                    tasks,
-                    adapter=self.adapter,
-                    rollout=self.rollout,
-                    rewards=self.inputs.rewards,
-                    sampling=sampling,
-                    policy_version=self.state.policy_version,
-                    groups_per_batch=groups_per_batch,
-                    max_sequence_length=self.config.rollout.max_sequence_length,
-                    negative_prompt=self.config.data.negative_prompt,
-                )
+                with self.timer("rollout_wait"):
+                    result = pending.result()
             except Exception as problem:
                 error = problem
+            if comm.all_ok(error is None, self.device):
+                return result
+            comm.agree(None if isinstance(error, ServerLostError) else error, self.device)
+            self.rollout.recover()
+        sampling = sampling_params(self.config, self.plan.window)
+        return self._rollout(self._tasks(step), sampling, self.config.rollout.groups_per_batch)
+
+    def _start_next_rollout(self, step: int) -> None:
+        """In the background, with the weights as they are before this step's update: one step off-policy, and the batch says so."""
+        with self.rollout.phase(self.state.policy_version):
+            sampling = sampling_params(self.config, self.plan.window)
+            arguments = (self._tasks(step), sampling, self.config.rollout.groups_per_batch)
+            self._next_rollout = self._background.submit(self._sample, *arguments, self.state.policy_version)
+
+    def _rollout(self, tasks: list[GroupTask], sampling: SamplingParams, groups_per_batch: int) -> RolloutResult:
+        """All groups of a phase on this rank. An error on one rank is raised on all of them; a lost server costs the phase only."""
+        if self._next_rollout is not None:
+            # New weights under a running rollout would make it stale.
+            wait([self._next_rollout])
+        while True:
+            error: Exception | None = None
+            result: RolloutResult | None = None
+            began = time.perf_counter()
+            with self.rollout.phase(self.state.policy_version):
+                self.timer.add("sync", time.perf_counter() - began)
+                try:
+                    result = self._sample(tasks, sampling, groups_per_batch, self.state.policy_version)
+                except Exception as problem:
+                    error = problem
+            if comm.all_ok(not isinstance(error, ServerLostError), self.device):
+                break
+            self.rollout.recover()
         comm.agree(error, self.device)
         assert result is not None
         return result
+
+    def _sample(
+        self, tasks: list[GroupTask], sampling: SamplingParams, groups_per_batch: int, policy_version: int
+    ) -> RolloutResult:
+        return run_agent_loops(
+            self.inputs.agent_loop,
+            tasks,
+            adapter=self.adapter,
+            rollout=self.rollout,
+            rewards=self.inputs.rewards,
+            sampling=sampling,
+            policy_version=policy_version,
+            groups_per_batch=groups_per_batch,
+            max_sequence_length=self.config.rollout.max_sequence_length,
+            negative_prompt=self.config.data.negative_prompt,
+        )
 
     def _advantages(self, result: RolloutResult) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
         """Gathers rewards of all ranks; advantages and valid flags of this rank's samples. Stops the run on too many failures."""

@@ -41,12 +41,13 @@ INTERPRETED_ELSEWHERE = (
 # With a file to a worker, the longest first: a late one would keep the other worker waiting for minutes.
 LONGEST_FIRST = (
     "test_trainer",
+    "test_aot",  # not beside test_trainer: test_launch, which would wait for the same first compilation of a DeepSpeed op
+    "test_install",
+    "test_vllm_omni",
     "test_launch",
-    "test_aot",
     "test_backends",
     "test_sde_step",
     "test_sde_log_prob",
-    "test_install",
     "test_flow_grpo_loss",
 )
 

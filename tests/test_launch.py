@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from flowgrpo_fast.checkpoint import checkpoints
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.agent_loop import GroupTask, SingleTurnAgentLoop, Turn
+from tests.ranks import Rank, preload, wait_for
 from tests.tiny import TINY_YAML, brightness, tiny_pipeline
 
 ROOT = Path(__file__).parent.parent
@@ -56,22 +58,20 @@ def free_port() -> str:
         return str(s.getsockname()[1])
 
 
-def start_ranks(world: int, run_dir: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+def start_ranks(world: int, run_dir: Path, *overrides: str) -> list[Rank]:
     """Ranks without the launcher, which costs 14 s. One thread each whatever their number, so that the bits can be compared."""
     port = free_port()
+    output = Path(tempfile.mkdtemp(prefix="flowgrpo_fast_ranks_"))
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = arguments(run_dir, "engine.threads=1", *overrides)[1:]
     return [
-        subprocess.Popen(
-            [sys.executable, *arguments(run_dir, "engine.threads=1", *overrides)],
-            env=environment(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for r in range(world)
-    ]  # fmt: skip
+        Rank(command, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}, output / f"rank{r}.log") for r in range(world)
+    ]
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 300) -> tuple[list[int], str]:
-    outputs = [p.communicate(timeout=timeout)[0] for p in processes]
-    return [p.returncode for p in processes], "\n".join(outputs)
+def finish(ranks: list[Rank], timeout: float = 300) -> tuple[list[int], str]:
+    results = [rank.wait(timeout) for rank in ranks]
+    return [code for code, _ in results], "\n".join(text for _, text in results)
 
 
 def run_ranks(world: int, run_dir: Path, *overrides: str) -> str:
@@ -85,6 +85,11 @@ def assert_same_weights(a: Path, b: Path) -> None:
     assert mine.keys() == theirs.keys()
     for name, t in mine.items():
         assert torch.equal(t, theirs[name]), name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> None:
+    preload()
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +193,10 @@ def test_bad_config_exits_2_with_one_line(tmp_path: Path) -> None:
 def test_kill_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """kill -9 as soon as a checkpoint is being written; the run then resumes from the one before and finishes."""
     (rank,) = start_ranks(1, tmp_path, "trainer.save_every=1", "trainer.keep_checkpoints=99")
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and rank.poll() is None:
-        if checkpoints(tmp_path) and list((tmp_path / "checkpoints").glob(".step-*.tmp")):
-            rank.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.002)
-    rank.communicate(timeout=60)
-    assert rank.returncode == -signal.SIGKILL
+    is_saving = lambda: checkpoints(tmp_path) and list((tmp_path / "checkpoints").glob(".step-*.tmp"))  # noqa: E731
+    wait_for(is_saving, 200, "saving a second checkpoint")
+    os.kill(rank.pid, signal.SIGKILL)
+    assert rank.wait(60)[0] == -signal.SIGKILL
     saved = checkpoints(tmp_path)
     assert saved, "no checkpoint had been finished"
     assert saved[-1].name != "step-000005"

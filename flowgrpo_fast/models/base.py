@@ -71,12 +71,21 @@ class ModelAdapter(Protocol):
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None: ...
 
+    @property
+    def text_width(self) -> int:
+        """E of the prompt embeddings."""
+        ...
+
     def load_transformer(self) -> nn.Module:
         """The trainable network in `dtype` on `device`."""
         ...
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latents. ValueError where the size does not fit the VAE and patches."""
+        ...
+
+    def smallest_size(self) -> tuple[int, int]:
+        """Height and width in pixels of a small image that the network takes: for probes of the weights."""
         ...
 
     def sigmas(self, num_steps: int, height: int, width: int, config: SigmasConfig) -> Tensor:

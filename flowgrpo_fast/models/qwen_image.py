@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
@@ -71,6 +71,14 @@ class QwenImageAdapter:
             )
         return (height // unit) * (width // unit), self.vae_config["z_dim"] * PATCH**2
 
+    def smallest_size(self) -> tuple[int, int]:
+        return (2 * self.vae_scale * PATCH,) * 2
+
+    @cached_property
+    def text_width(self) -> int:
+        config = json.loads((self.path / "transformer" / "config.json").read_text())
+        return int(config["joint_attention_dim"])
+
     def sigmas(self, num_steps: int, height: int, width: int, config: SigmasConfig) -> Tensor:
         if config.kind != "pipeline":
             return make_sigmas(
@@ -118,21 +126,25 @@ class QwenImageAdapter:
         prompt = positive
         if negative is not None:
             x, sigma, prompt = torch.cat([x, x]), torch.cat([sigma, sigma]), join_branches(positive, negative)
-        unit = self.vae_scale * PATCH
-        v = transformer(
-            hidden_states=x.to(self.dtype),
-            # sigma itself, fp32: times 1000 and back is off by an ulp, which AdaLN amplifies. The network casts it to its own dtype,
-            # as it did when it was pretrained.
-            timestep=sigma,
-            encoder_hidden_states=prompt.embeds.to(self.dtype),
-            encoder_hidden_states_mask=prompt.attention_mask(),
-            img_shapes=[[(1, height // unit, width // unit)]] * x.shape[0],
-            return_dict=False,
-        )[0]
+        v = transformer(**self.network_inputs(x, sigma, prompt, height, width))[0]
         if negative is None:
             return v
         v_pos, v_neg = v.chunk(2)
         return cfg_combine(v_pos, v_neg, guidance_scale, rescale=True)
+
+    def network_inputs(self, x: Tensor, sigma: Tensor, prompt: PromptEmbeds, height: int, width: int) -> dict[str, Any]:
+        """Keyword arguments of the transformer for rows [N, ...]."""
+        unit = self.vae_scale * PATCH
+        return {
+            "hidden_states": x.to(self.dtype),
+            # sigma itself, fp32: times 1000 and back is off by an ulp, which AdaLN amplifies. The network casts it to its own dtype,
+            # as it did when it was pretrained.
+            "timestep": sigma,
+            "encoder_hidden_states": prompt.embeds.to(self.dtype),
+            "encoder_hidden_states_mask": prompt.attention_mask(),
+            "img_shapes": [[(1, height // unit, width // unit)]] * x.shape[0],
+            "return_dict": False,
+        }
 
     @torch.no_grad()
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:

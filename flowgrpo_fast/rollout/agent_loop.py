@@ -65,7 +65,7 @@ class GenerationQueue:
         self.rollout, self.sampling, self.policy_version = rollout, sampling, policy_version
         self.groups_per_batch, self.live, self.turns, self.running = groups_per_batch, live, turns, 0
         self.waiting: list[tuple[RolloutRequest, asyncio.Future[RolloutBatch]]] = []
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self.executor = ThreadPoolExecutor(rollout.concurrency, thread_name_prefix="rollout")
         self.batches: set[asyncio.Task[None]] = set()
         self.last_image = time.perf_counter()
 

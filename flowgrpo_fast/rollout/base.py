@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -41,7 +42,16 @@ class RolloutRequest:
 
 
 class Rollout(Protocol):
-    """Where samples come from."""
+    """Where samples come from. All ranks construct it and enter `phase` and `recover` together; `generate` is each rank's own."""
+
+    @property
+    def concurrency(self) -> int:
+        """How many calls of `generate` may run at once."""
+        ...
+
+    def phase(self, policy_version: int) -> AbstractContextManager[None]:
+        """Around all `generate` calls of a phase: weights of this version are in place inside."""
+        ...
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int
@@ -52,7 +62,19 @@ class Rollout(Protocol):
         """
         ...
 
+    def recover(self) -> None:
+        """After a ServerLostError on any rank, before the phase is entered again."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to log about the rollout itself."""
+        ...
+
     def close(self) -> None: ...
+
+
+class ServerLostError(RuntimeError):
+    """No rollout server answers any more. Nothing was lost: the phase is sampled again, with the same bits."""
 
 
 class NonFiniteError(RuntimeError):

@@ -36,6 +36,7 @@ def denoise(
     stop: Tensor,
     window_start: Tensor,
     sample_id: Tensor,
+    poll: Callable[[], None] | None = None,
 ) -> Trajectory:
     """Takes each sample from step start[b] to step stop[b]: SDE inside its window, ODE outside.
 
@@ -47,6 +48,7 @@ def denoise(
         sigmas: fp32 [T+1] on the CPU.
         sampling: rule, noise level, log-prob form, seed and W = window_size; with W = 0 slot 0 of `latents` holds the final state.
         start, stop, window_start, sample_id: int64 [B] on the CPU; the loop's control never waits for the device.
+        poll: called before every step; what it raises ends the loop (a cancelled request must not block the next one).
     Raises:
         NonFiniteError: naming the first step and sample whose velocity is not finite.
     """
@@ -56,6 +58,8 @@ def denoise(
     step, x = start.clone(), x.clone()
     finite: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, their steps, flags on the device
     while len(rows := (step < stop).nonzero()[:, 0]):
+        if poll is not None:
+            poll()
         full = len(rows) == B
         at, slot = step[rows], step[rows] - window_start[rows]
         trained = (slot >= 0) & (slot < W)

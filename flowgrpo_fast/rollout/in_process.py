@@ -1,8 +1,9 @@
-"""Rollout in the trainer's own process, with the trainer's own weights: one GPU, a CPU, tests."""
+"""Sampling with a transformer that lives in this process: the trainer's own (one GPU, a CPU, tests), or the engine's in a rollout server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -20,18 +21,42 @@ DECODE_BATCH = 32
 
 
 class InProcessRollout:
-    """`transformer` must be whole while `generate` runs: under ZeRO-3 the engine gathers it once for the phase."""
+    """whole_weights: entered for a phase; under ZeRO-3 the engine gathers the transformer once for it."""
+
+    concurrency = 1
 
     def __init__(
-        self, adapter: ModelAdapter, transformer: nn.Module, sigmas: SigmasConfig, device: torch.device
+        self,
+        adapter: ModelAdapter,
+        transformer: nn.Module,
+        sigmas: SigmasConfig,
+        device: torch.device,
+        whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.adapter, self.transformer, self.sigmas, self.device = adapter, transformer, sigmas, device
+        self.whole_weights = whole_weights
         self._negative: tuple[PromptTokens, PromptEmbeds] | None = None
 
-    @torch.no_grad()
+    def phase(self, policy_version: int) -> AbstractContextManager[None]:
+        return self.whole_weights()
+
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int
     ) -> RolloutBatch:
+        batch = self.sample(requests, sampling, policy_version)
+        assert batch.images is not None
+        # Images go to the rewards, on the host; copied here, in the rollout's thread, not in the event loop.
+        return replace(batch, images=batch.images.cpu())
+
+    @torch.no_grad()
+    def sample(
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingParams,
+        policy_version: int,
+        poll: Callable[[], None] | None = None,
+    ) -> RolloutBatch:
+        """As `generate`, with everything on the device. poll: see `denoise`."""
         adapter, height, width = self.adapter, sampling.height, sampling.width
         sigmas = adapter.sigmas(sampling.num_steps, height, width, self.sigmas)
         T, W = sampling.num_steps, sampling.window_size
@@ -72,6 +97,7 @@ class InProcessRollout:
                 stop=first,
                 window_start=first,
                 sample_id=ids,
+                poll=poll,
             ).final[prompt_index.to(self.device)]
             start = first[prompt_index]
         else:
@@ -85,6 +111,7 @@ class InProcessRollout:
             stop=torch.full_like(start, T),
             window_start=window_start,
             sample_id=sample_id,
+            poll=poll,
         )
         images = torch.cat([adapter.decode(chunk, height, width) for chunk in trajectory.final.split(DECODE_BATCH)])
         batch = RolloutBatch(
@@ -101,13 +128,19 @@ class InProcessRollout:
             policy_version=policy_version,
             height=height,
             width=width,
+            images=images,
             pooled_prompt_embeds=positive.pooled,
             negative_prompt_embeds=None if negative is None else negative.embeds.contiguous(),
             negative_prompt_embeds_mask=None if negative is None else negative.mask(),
             negative_pooled_prompt_embeds=None if negative is None else negative.pooled,
         )
-        # Images go to the rewards, on the host; copied here, in the rollout's thread, not in the event loop.
-        return replace(batch.to(self.device), images=images.cpu()).validate()
+        return batch.to(self.device).validate()
+
+    def recover(self) -> None:
+        """There is no server to lose."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         """Nothing to release: the weights are the trainer's."""

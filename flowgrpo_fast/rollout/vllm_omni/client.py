@@ -1,0 +1,188 @@
+"""The trainer's side of one rollout server: calls with deadlines, shared-memory replies, and knowing when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams, ServerLostError
+from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
+from flowgrpo_fast.rollout.weights import FlatTensors
+from flowgrpo_fast.rollout.wire import (
+    Message,
+    RemoteError,
+    Segment,
+    WireError,
+    decode,
+    encode,
+    pack_tensors,
+)
+
+POLL_MS = 200
+PING_S = 2.0
+SILENCE_S = 60.0
+
+
+class ServerClient:
+    """Thread-safe: every thread has a socket of its own. `in_flight` counts the generations of this client."""
+
+    def __init__(self, address: str, process: ServerProcess | None, timeout: float) -> None:
+        self.address, self.process, self.timeout = address, process, timeout
+        self.in_flight = 0
+        self.lost: str | None = None
+        self.pid: int | None = None
+        self.shares_memory = False
+        self._local = threading.local()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+
+    def hello(self, timeout: float) -> dict[str, Any]:
+        """Waits for the server to come up. Returns its identity, token ids included. Raises ServerLostError."""
+        segment = Segment.create(1)
+        try:
+            reply = self.call("hello", {"segment": segment.address()}, timeout=timeout)
+        finally:
+            segment.close()
+        self.shares_memory = bool(reply.header["shares_memory"])
+        self.pid = int(reply.header["pid"]) if self.shares_memory else None
+        threading.Thread(target=self._heartbeat, daemon=True, name=f"heartbeat {self.address}").start()
+        return {**reply.header, "input_ids": reply.buffers[0].view(torch.int64)}
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int, key: str
+    ) -> RolloutBatch:
+        """One forward batch. The batch views shared memory, or the frame that came. Raises ServerLostError, RemoteError, WireError, BatchError."""
+        manifest, buffers = pack_tensors(
+            {
+                f"{i}/{name}": tensor
+                for i, r in enumerate(requests)
+                for name, tensor in (
+                    ("ids", r.tokens.input_ids),
+                    ("mask", r.tokens.mask),
+                    ("sample_id", r.sample_id),
+                    ("window_start", r.window_start),
+                    ("negative_ids", None if r.negative_tokens is None else r.negative_tokens.input_ids),
+                    ("negative_mask", None if r.negative_tokens is None else r.negative_tokens.mask),
+                )
+            }
+        )
+        header = {
+            "manifest": manifest,
+            "group_ids": [r.group_id for r in requests],
+            "sampling": asdict(sampling),
+            "policy_version": policy_version,
+            "key": key,
+            "shares_memory": self.shares_memory,
+        }
+        reply = self.call("generate", header, buffers)
+        if "segment" not in reply.header:
+            return RolloutBatch.unpack(reply.buffers[0])
+        segment = Segment.open(reply.header["segment"])
+        assert segment.tensor is not None
+        batch = RolloutBatch.unpack(segment.tensor)
+        segment.close()
+        self.call("release", {"release": reply.header["release"]})
+        return batch
+
+    def push(self, op: str, header: dict[str, Any], flat: FlatTensors, segment: Segment | None) -> dict[str, Any]:
+        """Weights, in `segment` where the server can map it, else as a frame. Returns the checksums of what is bound."""
+        header = {**header, "manifest": flat.manifest, "dtype": str(flat.flat.dtype).removeprefix("torch.")}
+        raw = flat.flat.view(torch.uint8)
+        if segment is not None and self.shares_memory:
+            reply = self.call(op, {**header, "segment": segment.address(), "bytes": raw.numel()})
+        else:
+            reply = self.call(op, header, (raw,))
+        return reply.header["bound"]
+
+    def probe(self) -> Tensor:
+        reply = self.call("probe")
+        return reply.buffers[0].view(torch.float32).view(reply.header["shape"])
+
+    def call(
+        self,
+        op: str,
+        header: dict[str, Any] | None = None,
+        buffers: tuple[Tensor, ...] = (),
+        timeout: float | None = None,
+    ) -> Message:
+        """One request, one answer. Raises RemoteError for an answer that is an error; ServerLostError when none can come any more."""
+        socket, request_id = self._socket(), self._next_id()
+        socket.send_multipart(encode(Message({**(header or {}), "op": op, "id": request_id}, buffers)))
+        deadline = time.monotonic() + (timeout or self.timeout)
+        while True:
+            if socket.poll(POLL_MS):
+                reply = decode(socket.recv_multipart(copy=False))
+                if reply.header.get("id") != request_id:
+                    # The late answer to a call that had given up.
+                    continue
+                error = reply.header.get("error")
+                if error is not None:
+                    raise RemoteError(error["kind"], f"{op} at {self.address}: {error['message']}")
+                return reply
+            self._check_alive()
+            if time.monotonic() > deadline:
+                self.lost = f"{self.address} did not answer {op!r} within {timeout or self.timeout:g} s"
+                raise ServerLostError(self.lost + self._log_tail())
+
+    def close(self) -> None:
+        """Stops the heartbeat, and the server if this rank started it."""
+        self._closing.set()
+        if self.process is not None:
+            if self.lost is None:
+                with contextlib.suppress(ServerLostError, RemoteError, WireError):
+                    self.call("shutdown", timeout=5)
+            self.process.stop()
+
+    def _check_alive(self) -> None:
+        if self.lost is None and self.process is not None and self.process.exit_code() is not None:
+            self.lost = f"the rollout server {self.address} exited with code {self.process.exit_code()}"
+        if self.lost is None and self.pid is not None and not _exists(self.pid):
+            self.lost = f"the rollout server {self.address} (pid {self.pid}) is gone"
+        if self.lost is not None:
+            raise ServerLostError(self.lost + self._log_tail())
+
+    def _log_tail(self) -> str:
+        return "" if self.process is None else self.process.log_tail()
+
+    def _heartbeat(self) -> None:
+        """Tells the server that its trainer lives, and learns that the server does."""
+        while not self._closing.wait(PING_S) and self.lost is None:
+            try:
+                self.call("ping", timeout=SILENCE_S)
+            except (ServerLostError, RemoteError, WireError):
+                continue
+
+    def _socket(self) -> zmq.Socket:
+        socket = getattr(self._local, "socket", None)
+        if socket is None:
+            socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self.address)
+            self._local.socket = socket
+        return socket
+
+    def _next_id(self) -> int:
+        with self._lock:
+            self._count += 1
+            return self._count
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,259 @@
+"""`backend: vllm_omni`: prompt groups to the least-loaded server, retries by key, lost servers replaced between phases.
+
+Each rank holds a client for every server that it can reach. The first rank of a node starts the node's servers and owns them: it sends
+weights and starts new ones. Noise is keyed by (seed, step, sample), so a retry on any server gives the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from flowgrpo_fast import comm
+from flowgrpo_fast.batch import BatchError, RolloutBatch
+from flowgrpo_fast.config import Config, ConfigError
+from flowgrpo_fast.engine import Engine
+from flowgrpo_fast.models.base import ModelAdapter
+from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams, ServerLostError
+from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
+from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
+from flowgrpo_fast.rollout.vllm_omni.sync import WeightSync
+from flowgrpo_fast.rollout.wire import VLLM_OMNI, RemoteError, WireError
+from flowgrpo_fast.version import __version__
+
+HANDSHAKE_PROMPT = "a handshake: two characters, one image"
+REQUEST_RETRIES = 2
+T = TypeVar("T")
+
+
+class VllmOmniRollout:
+    """Collective: all ranks construct it, enter `phase` and `recover` together. `generate` is each rank's own and thread-safe."""
+
+    def __init__(
+        self, config: Config, adapter: ModelAdapter, engine: Engine, run_dir: Path, device: torch.device
+    ) -> None:
+        self.config, self.adapter, self.engine, self.run_dir, self.device = config, adapter, engine, run_dir, device
+        self.settings = config.rollout.server
+        self.failures = 0
+        self.version: int | None = None
+        self._asleep = False
+        self._lock = threading.Lock()
+        self._finished: dict[str, RolloutBatch] = {}
+        self._embedding: int | None = None
+        self.owned: list[ServerClient] = []
+        self.clients: list[ServerClient] = []
+        self.starts = 0
+        self.sync = WeightSync(config, adapter, engine, device)
+        self._start_servers()
+
+    @property
+    def concurrency(self) -> int:
+        """Generations worth having in flight: one running and one waiting at each server."""
+        return 2 * len(self.clients)
+
+    @contextmanager
+    def phase(self, policy_version: int) -> Iterator[None]:
+        """Servers awake, holding the weights of `policy_version`, proven by checksums and probe. Lost ones are replaced first."""
+        while True:
+            try:
+                self._prepare(policy_version)
+                break
+            except ServerLostError as error:
+                self._count_failure(error)
+        yield
+        if self.settings.colocated:
+            self._collectively(lambda: [c.call("sleep") for c in self.owned if c.lost is None])
+            self._asleep = True
+
+    def _prepare(self, policy_version: int) -> None:
+        """ServerLostError, on all ranks, when a server goes down on the way."""
+        if self._asleep:
+            self._collectively(lambda: [c.call("wake") for c in self.owned if c.lost is None])
+            self._asleep = False
+        if not comm.all_ok(all(c.lost is None for c in self.clients), self.device):
+            self.recover()
+        if self.version != policy_version:
+            self.sync.push(self.owned, policy_version)
+            self.version = policy_version
+            self._finished.clear()
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int
+    ) -> RolloutBatch:
+        """One forward batch on the least-loaded server. A failed request is tried again; ServerLostError when no server is left."""
+        key = request_key(requests, sampling, policy_version)
+        done = self._finished.get(key)
+        if done is not None:
+            return done
+        failed = 0
+        while True:
+            client = self._reserve()
+            try:
+                batch = client.generate(requests, sampling, policy_version, key)
+                self._check_reply(batch, requests, policy_version)
+                break
+            except ServerLostError as error:
+                self._count_failure(error)
+            except (RemoteError, WireError, BatchError) as error:
+                failed += 1
+                self._count_failure(error)
+                if failed > REQUEST_RETRIES:
+                    raise
+            finally:
+                with self._lock:
+                    client.in_flight -= 1
+        # Images stay where they are, in shared memory: the rewards read them there.
+        batch = replace(batch.to(self.device), images=batch.images)
+        self._finished[key] = batch
+        return batch
+
+    def recover(self) -> None:
+        """Replaces lost servers. Their weights are as old as their checkpoint: the next phase sends them anew."""
+
+        def check() -> None:
+            lost = [c.lost for c in self.clients if c.lost is not None]
+            if lost and self.failures > self.settings.max_failures:
+                raise RuntimeError(
+                    f"{self.failures} failures, more than rollout.server.max_failures {self.settings.max_failures}: {lost[-1]}"
+                )
+
+        self._collectively(check)
+        if comm.rank() == 0:
+            print("a rollout server was lost: starting another", flush=True)
+        self._start_servers()
+        self.version = None
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "server_failures": float(self.failures),
+            "bound_modules": float(self.sync.bound_modules),
+            "probe_difference": self.sync.last_difference,
+        }
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+    def _start_servers(self) -> None:
+        """Owners start what is missing; then every rank connects to all and shakes hands."""
+        for client in self.owned:
+            if client.lost is not None and client.process is not None:
+                client.process.kill()
+        alive = [c for c in self.owned if c.lost is None]
+        processes = self._collectively(lambda: self._spawn(len(alive)))
+        by_hand = self.settings.addresses if comm.rank() == 0 else []
+        started = {p.address: p for p in processes}
+        mine = [*started, *(a for a in by_hand if a not in {c.address for c in alive})]
+        here = comm.gather_objects((os.uname().nodename, mine))
+        new = [
+            a
+            for node, addresses in here
+            for a in addresses
+            if node == os.uname().nodename or a in self.settings.addresses
+        ]
+        fresh = [ServerClient(a, started.get(a), self.settings.request_timeout_s) for a in new]
+        self.clients = [c for c in self.clients if c.lost is None] + fresh
+        self.owned = [c for c in self.clients if c in alive or c.address in mine]
+        self._collectively(lambda: self._shake_hands(fresh))
+
+    def _spawn(self, alive: int) -> list[ServerProcess]:
+        s = self.settings
+        if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+            return []
+        config_path = self.run_dir / "servers" / "config.yaml"
+        config_path.parent.mkdir(parents=True, exist_ok=True)
+        config_path.write_text(self.config.to_yaml())
+        threads = s.threads or len(os.sched_getaffinity(0))
+        processes = []
+        for replica in range(alive - sum(c.process is None for c in self.owned if c.lost is None), s.replicas):
+            devices = None
+            if not s.cpu:
+                all_devices = s.devices if s.devices is not None else list(range(torch.cuda.device_count()))
+                devices = all_devices[replica * s.tensor_parallel_size : (replica + 1) * s.tensor_parallel_size]
+            self.starts += 1
+            name = f"{self.starts}"
+            log = config_path.parent / f"server-{os.uname().nodename}-{name}.log"
+            processes.append(ServerProcess(s.python, config_path, name, log, devices, threads))
+        return processes
+
+    def _shake_hands(self, clients: list[ServerClient]) -> None:
+        for client in clients:
+            self._shake_hands_with(client)
+
+    def _shake_hands_with(self, client: ServerClient) -> None:
+        """Protocol and versions, the same token ids for the same prompt, the same embedding on every server."""
+        identity = client.hello(self.settings.start_timeout_s)
+        versions = identity["versions"]
+        if versions.get("flowgrpo_fast") != __version__:
+            raise ConfigError(
+                f"{client.address} runs flowgrpo_fast {versions.get('flowgrpo_fast')}, the trainer {__version__}: install one version in both"
+            )
+        if not versions.get("vllm-omni", "").startswith(f"{VLLM_OMNI}."):
+            raise ConfigError(f"{client.address} runs vllm-omni {versions.get('vllm-omni')}; {VLLM_OMNI}.x is needed")
+        mine = self.adapter.tokenize([HANDSHAKE_PROMPT], 512).input_ids.reshape(-1)
+        if not torch.equal(mine, identity["input_ids"]):
+            raise ConfigError(
+                f"{client.address} tokenizes a prompt to other ids than the trainer: its checkpoint or its transformers {versions.get('transformers')} differs"
+            )
+        if self._embedding not in (None, identity["embedding"]):
+            raise ConfigError(
+                f"{client.address} encodes a prompt differently from the other servers: another checkpoint?"
+            )
+        self._embedding = identity["embedding"]
+
+    def _reserve(self) -> ServerClient:
+        with self._lock:
+            alive = [c for c in self.clients if c.lost is None]
+            if not alive:
+                raise ServerLostError(f"no rollout server is left: {self.clients[-1].lost}")
+            client = min(alive, key=lambda c: c.in_flight)
+            client.in_flight += 1
+            return client
+
+    def _check_reply(self, batch: RolloutBatch, requests: Sequence[RolloutRequest], policy_version: int) -> None:
+        batch.validate()
+        if batch.policy_version != policy_version:
+            raise BatchError(
+                f"policy_version: the reply was made by {batch.policy_version}, asked for was {policy_version}"
+            )
+        if not torch.equal(batch.sample_id, torch.cat([r.sample_id for r in requests])):
+            raise BatchError("sample_id: the reply holds other samples than were asked for")
+
+    def _count_failure(self, error: Exception) -> None:
+        with self._lock:
+            self.failures += 1
+        if self.failures > self.settings.max_failures:
+            raise RuntimeError(
+                f"{self.failures} failures of rollout servers, more than rollout.server.max_failures {self.settings.max_failures}: {error}"
+            ) from error
+
+    def _collectively(self, work: Callable[[], T]) -> T:
+        """An error on one rank is raised on all of them."""
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        comm.agree(failure, self.device, ServerLostError)
+        return result
+
+
+def request_key(requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int) -> str:
+    """Names a forward batch by everything that decides its bits: prompts, noise keys, sampling, weights."""
+    digest = hashlib.sha256(repr((sampling, policy_version)).encode())
+    for r in requests:
+        for tensor in (r.tokens.input_ids, r.sample_id, r.window_start):
+            digest.update(tensor.contiguous().numpy().data)
+        if r.negative_tokens is not None:
+            digest.update(r.negative_tokens.input_ids.contiguous().numpy().data)
+        digest.update(str(r.group_id).encode())
+    return digest.hexdigest()[:32]

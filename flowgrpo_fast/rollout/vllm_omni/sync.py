@@ -1,0 +1,195 @@
+"""Weights to the servers, and the proof that they arrived, are bound, and are used.
+
+LoRA: one flat tensor and a manifest; every sync is a new adapter id. Full weights: gathered from ZeRO-3 bucket by bucket, two buffers in
+turn, each acknowledged before it is reused. After each sync the checksums of what the engine holds must equal the trainer's, and
+so must the velocity of a fixed probe input. At the first LoRA sync the probe is repeated with noise in one target group at a time: an adapter
+can bind, be counted, and still not be in the path of the forward.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from flowgrpo_fast import comm
+from flowgrpo_fast.config import Config
+from flowgrpo_fast.engine import DTYPES, LORA, Engine
+from flowgrpo_fast.models.base import ModelAdapter
+from flowgrpo_fast.rollout.base import ServerLostError
+from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
+from flowgrpo_fast.rollout.weights import (
+    FlatTensors,
+    WeightSyncError,
+    buckets,
+    checksum,
+    lora_checksums,
+    lora_modules,
+    lora_tensors,
+    probe,
+    require_equal_probe,
+)
+from flowgrpo_fast.rollout.wire import Segment
+
+TEST_SCALE = 0.05
+
+
+class WeightSync:
+    """All ranks call `push` together; only owners of servers send."""
+
+    def __init__(self, config: Config, adapter: ModelAdapter, engine: Engine, device: torch.device) -> None:
+        self.config, self.adapter, self.engine, self.device = config, adapter, engine, device
+        self.dtype = DTYPES[config.model.dtype]
+        self.last_difference = 0.0
+        self.bound_modules = 0
+        self._binding_tested = False
+
+    def push(self, owned: list[ServerClient], version: int) -> None:
+        """Raises, on every rank, WeightSyncError when a server does not prove that it runs these weights; ServerLostError."""
+        if self.config.model.train == "lora":
+            state = self._lora_state()
+            if not self._binding_tested:
+                self._test_binding(owned, state, version)
+                self._binding_tested = True
+            self._push_lora(owned, state, version)
+        else:
+            self._push_full(owned, version)
+        self._compare_probes(owned, f"policy version {version}")
+
+    def _lora_state(self) -> dict[str, Tensor]:
+        return lora_tensors(self.engine.trained_state(), LORA)
+
+    def _push_lora(self, owned: list[ServerClient], state: dict[str, Tensor], version: int) -> None:
+        lora = self.config.model.lora
+        error: Exception | None = None
+        if owned:
+            segment = Segment.create(4 * sum(t.numel() for t in state.values()))
+            try:
+                flat = FlatTensors.pack(state, torch.float32, out=_typed(segment, torch.float32))
+                expected = lora_checksums(flat, lora.alpha / lora.rank, self.dtype)
+                for client in owned:
+                    header = {"version": version, "rank": lora.rank, "alpha": lora.alpha}
+                    _require_bound(expected, client.push("lora", header, flat, segment), client.address)
+                self.bound_modules = len(lora_modules(list(expected)))
+            except Exception as problem:
+                error = problem
+            finally:
+                segment.close()
+        comm.agree(error, self.device, ServerLostError)
+
+    def _push_full(self, owned: list[ServerClient], version: int) -> None:
+        """Double-buffered: bucket n + 1 is gathered and copied while the servers load bucket n."""
+        limit = self.config.rollout.server.bucket_mb * 2**20 // self.dtype.itemsize
+        parameters = dict(self.engine.module.named_parameters())
+        cut = list(buckets(parameters, limit, self.engine.numel))
+        largest = max(sum(self.engine.numel(p) for p in bucket.values()) for bucket in cut)
+        error: Exception | None = None
+        segments = [Segment.create(largest * self.dtype.itemsize) for _ in range(2)] if owned else []
+        sending: list[Future[None] | None] = [None, None]
+
+        def send(flat: FlatTensors, expected: dict[str, int], segment: Segment, last: bool) -> None:
+            for client in owned:
+                header = {"version": version, "last": last}
+                _require_bound(expected, client.push("bucket", header, flat, segment), client.address)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as sender:
+            for n, bucket in enumerate(cut):
+                # Every rank enters every gather, whatever has gone wrong here: nobody is left waiting in it.
+                with self.engine.gathered(list(bucket.values())):
+                    if not owned or error is not None:
+                        continue
+                    try:
+                        before = sending[n % 2]
+                        if before is not None:
+                            before.result()
+                        segment = segments[n % 2]
+                        flat = FlatTensors.pack(dict(bucket), self.dtype, out=_typed(segment, self.dtype))
+                        expected = {name: checksum(t) for name, t in flat.items()}
+                        sending[n % 2] = sender.submit(send, flat, expected, segment, n + 1 == len(cut))
+                    except Exception as problem:
+                        error = problem
+            for future in sending:
+                try:
+                    if future is not None:
+                        future.result()
+                except Exception as problem:
+                    error = error or problem
+        for segment in segments:
+            segment.close()
+        self.bound_modules = len(parameters)
+        comm.agree(error, self.device, ServerLostError)
+
+    def _compare_probes(self, owned: list[ServerClient], what: str) -> None:
+        mine = probe(self.adapter, self.engine, self.device)
+        error: Exception | None = None
+        try:
+            for client in owned:
+                difference = require_equal_probe(mine, client.probe(), self.dtype, f"{client.address}, {what}")
+                self.last_difference = max(difference, 0.0 if client is owned[0] else self.last_difference)
+        except Exception as problem:
+            error = problem
+        comm.agree(error, self.device, ServerLostError)
+
+    def _test_binding(self, owned: list[ServerClient], state: dict[str, Tensor], version: int) -> None:
+        """One target group at a time: noise in its B, zero in all others, on both sides; then the probes must agree and differ from the base's."""
+        base = probe(self.adapter, self.engine, self.device)
+        for group in target_groups(list(state)):
+            test = {name: _test_values(name, t, group) for name, t in state.items()}
+            try:
+                self.engine.set_trained({name: test[short] for name, short in self._full_names(state).items()})
+                self._push_lora(owned, test, version)
+                mine = probe(self.adapter, self.engine, self.device)
+                error = None
+                if torch.equal(mine, base):
+                    error = WeightSyncError(
+                        f"LoRA target {group!r}: noise in it does not change the trainer's own output"
+                    )
+                comm.agree(error, self.device, ServerLostError)
+                self._compare_probes(owned, f"LoRA target {group!r} with noise in it")
+            finally:
+                self.engine.set_trained({name: state[short] for name, short in self._full_names(state).items()})
+
+    def _full_names(self, state: dict[str, Tensor]) -> dict[str, str]:
+        """PEFT's parameter name -> the name in `state`."""
+        return {name.removesuffix(".weight") + f".{LORA}.weight": name for name in state}
+
+
+def target_groups(names: list[str]) -> list[str]:
+    """Adapted modules grouped by what they are: their path without the block's number."""
+    return sorted({_group(module) for module in lora_modules(names)})
+
+
+def _group(module: str) -> str:
+    parts = module.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return module if at is None else ".".join(parts[at + 1 :])
+
+
+def _test_values(name: str, tensor: Tensor, group: str) -> Tensor:
+    """lora_A as it is; lora_B noise in the group, zero elsewhere. The same on every rank."""
+    if ".lora_A." in name:
+        return tensor
+    if _group(name.rpartition(".lora_")[0]) != group:
+        return torch.zeros_like(tensor)
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.randn(tensor.shape, generator=generator) * TEST_SCALE
+
+
+def _typed(segment: Segment, dtype: torch.dtype) -> Tensor:
+    assert segment.tensor is not None
+    return segment.tensor.view(dtype)
+
+
+def _require_bound(expected: dict[str, int], bound: dict[str, int], address: str) -> None:
+    """Every name acknowledged, every checksum equal."""
+    missing = sorted(expected.keys() - bound.keys())
+    if missing:
+        raise WeightSyncError(
+            f"{address} did not acknowledge {len(missing)} of {len(expected)} tensors, {missing[0]} among them"
+        )
+    wrong = [name for name, value in expected.items() if bound[name] != value]
+    if wrong:
+        raise WeightSyncError(
+            f"{address} holds other bits than were sent in {len(wrong)} of {len(expected)} tensors, {wrong[0]} among them"
+        )

@@ -1,0 +1,488 @@
+"""Rollouts by the real vllm-omni 0.30 on the CPU, in an environment of its own. Two engines serve most of the file: one takes LoRA, one full weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from torch import Tensor, nn
+
+from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.config import Config, ConfigError
+from flowgrpo_fast.engine import LORA
+from flowgrpo_fast.inputs import Inputs
+from flowgrpo_fast.metrics import read_metrics
+from flowgrpo_fast.rollout.base import ServerLostError
+from flowgrpo_fast.rollout.in_process import InProcessRollout
+from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
+from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
+from flowgrpo_fast.rollout.vllm_omni.rollout import HANDSHAKE_PROMPT
+from flowgrpo_fast.rollout.vllm_omni.sync import target_groups
+from flowgrpo_fast.rollout.weights import FlatTensors, lora_checksums, lora_modules, lora_tensors, probe
+from flowgrpo_fast.rollout.wire import RemoteError, Segment
+from flowgrpo_fast.train import settle_environment
+from flowgrpo_fast.trainer import Trainer
+from tests.tiny import CPU, request, sampling, tiny_adapter, tiny_config
+
+ROOT = Path(__file__).parents[1]
+PYTHON = os.environ.get("FLOWGRPO_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
+RANK, ALPHA = 4, 8.0
+VLLM = (
+    "rollout.backend=vllm_omni",
+    "rollout.server.cpu=true",
+    f"rollout.server.python={PYTHON}",
+    "rollout.server.threads=1",
+)
+LORA_RUN = ("model.train=lora", f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}")
+PROMPTS = ("two words", "a much longer prompt with many more words in it")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed() -> Iterator[None]:
+    import deepspeed
+
+    torch.use_deterministic_algorithms(False)
+    settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
+    deepspeed.init_distributed(verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@dataclass
+class Running:
+    process: ServerProcess
+    client: ServerClient
+    identity: dict[str, Any]
+
+
+@contextmanager
+def running_server(folder: Path, *overrides: str, entry: tuple[str, ...] | None = None) -> Iterator[Running]:
+    config_path = folder / "config.yaml"
+    config_path.write_text(tiny_config(folder, *VLLM, *overrides).to_yaml())
+    chosen = {} if entry is None else {"entry": entry}
+    process = ServerProcess(PYTHON, config_path, folder.name, folder / "server.log", None, 1, **chosen)
+    client = ServerClient(process.address, process, timeout=120)
+    try:
+        yield Running(process, client, client.hello(180))
+    finally:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def lora_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_server(tmp_path_factory.mktemp("lora"), *LORA_RUN) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def full_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("full")
+    os.environ["COUNTS"] = str(folder / "counts.json")
+    with running_server(folder, entry=(str(ROOT / "tests" / "counting_server.py"),)) as running:
+        yield running
+
+
+def lora_transformer(seed: int = 0, targets: str | list[str] = "all-linear") -> nn.Module:
+    """The tiny network with a LoRA whose B is not zero."""
+    transformer = tiny_adapter().load_transformer().eval()
+    transformer.add_adapter(PeftLoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets), adapter_name=LORA)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad and parameter.dim() == 2 and parameter.shape[1] == RANK:
+            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return transformer
+
+
+def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
+    return lora_tensors({name: p.detach() for name, p in transformer.named_parameters() if ".lora_" in name}, LORA)
+
+
+def push_lora(client: ServerClient, state: dict[str, Tensor], version: int, **changes: Any) -> dict[str, int]:
+    header = {"version": version, "rank": RANK, "alpha": ALPHA, **changes}
+    return client.push("lora", header, FlatTensors.pack(state, torch.float32), None)
+
+
+def push_full(client: ServerClient, transformer: nn.Module, version: int) -> None:
+    state = {name: p.detach() for name, p in transformer.named_parameters()}
+    client.push("bucket", {"version": version, "last": True}, FlatTensors.pack(state, torch.float32), None)
+
+
+def groups(negative: str | None = None, starts: tuple[int, ...] = (0, 0, 1, 1), count: int = 2) -> list[Any]:
+    return [request(prompt, i, list(starts), negative) for i, prompt in enumerate(PROMPTS[:count])]
+
+
+def assert_equal_batches(a: RolloutBatch, b: RolloutBatch) -> None:
+    for name, tensor in a.tensors().items():
+        assert torch.equal(tensor, b.tensors()[name]), name
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "shared noise": ({"starts": (1, 1, 1, 1)}, {"initial_noise": "group"}),
+    "guided, other lengths": ({"negative": "bad"}, {"guidance_scale": 4.0}),
+    "ode": ({}, {"window_size": 0}),
+    "cps": ({}, {"rule": "cps", "log_prob_form": "flow_grpo"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_samples_the_same_bits(full_server: Running, case: str) -> None:
+    """Latents, log-probs and images of the engine and of the in-process rollout, fp32, equal batch shapes."""
+    requested, params = CASES[case]
+    transformer = tiny_adapter().load_transformer().eval()
+    push_full(full_server.client, transformer, 1)
+    mine = InProcessRollout(tiny_adapter(), transformer, tiny_config(Path("x")).rollout.sigmas, CPU)
+    requests, chosen = groups(**requested), sampling(**params)
+    theirs = full_server.client.generate(requests, chosen, 1, case)
+    assert_equal_batches(mine.generate(requests, chosen, 1), theirs)
+
+
+def test_the_engine_samples_the_same_bits_with_lora_everywhere(lora_server: Running) -> None:
+    """`all-linear`, image and text input layers included; another batch shape differs by rounding only."""
+    transformer = lora_transformer()
+    push_lora(lora_server.client, lora_state(transformer), 1)
+    mine = InProcessRollout(tiny_adapter(), transformer, tiny_config(Path("x")).rollout.sigmas, CPU)
+    requests, chosen = groups(negative="bad"), sampling(guidance_scale=3.0)
+    together = lora_server.client.generate(requests, chosen, 1, "lora")
+    assert_equal_batches(mine.generate(requests, chosen, 1), together)
+    alone = [lora_server.client.generate([r], chosen, 1, f"alone-{r.group_id}") for r in requests]
+    for part, whole in zip(alone, together.split_prompts(), strict=True):
+        assert torch.equal(part.sample_id, whole.sample_id)
+        assert float((part.latents - whole.latents).abs().max()) < 1e-5
+        assert float((part.log_probs - whole.log_probs).abs().max()) < 1e-6
+
+
+def test_probe_follows_every_target_group(lora_server: Running) -> None:
+    """Noise in one group of layers at a time: the engine's probe is the trainer's, and not the base's. (A LoRA on img_in once bound to a layer
+    that the forward does not use.)"""
+    transformer = lora_transformer()
+    state = lora_state(transformer)
+    base = probe(tiny_adapter(), tiny_adapter().load_transformer().eval(), CPU)
+    named = dict(transformer.named_parameters())
+    found = target_groups(list(state))
+    assert "img_in" in found
+    assert "attn.to_out.0" in found
+    for version, group in enumerate(found, 100):
+        for name, value in state.items():
+            keep = ".lora_A." in name or name.rpartition(".lora_")[0].endswith(group)
+            named[name.removesuffix(".weight") + f".{LORA}.weight"].data.copy_(
+                value if keep else torch.zeros_like(value)
+            )
+        push_lora(lora_server.client, lora_state(transformer), version)
+        mine, theirs = probe(tiny_adapter(), transformer, CPU), lora_server.client.probe()
+        assert float((mine - theirs).abs().max()) < 1e-4 * float(mine.abs().max()), group
+        assert not torch.equal(theirs, base), group
+
+
+def test_checksums_are_of_what_is_bound(lora_server: Running) -> None:
+    state = lora_state(lora_transformer(seed=3))
+    bound = push_lora(lora_server.client, state, 2)
+    assert bound == lora_checksums(FlatTensors.pack(state, torch.float32), ALPHA / RANK, torch.float32)
+    assert len(lora_modules(list(bound))) == len(state) // 2
+    other = dict(state)
+    other[next(iter(other))] = next(iter(other.values())) + 1e-6
+    assert lora_checksums(FlatTensors.pack(other, torch.float32), ALPHA / RANK, torch.float32) != bound
+
+
+def test_only_the_version_held_is_sampled(lora_server: Running) -> None:
+    push_lora(lora_server.client, lora_state(lora_transformer()), 7)
+    with pytest.raises(RemoteError, match="policy version 6 was asked for, this server holds 7") as caught:
+        lora_server.client.generate(groups(), sampling(), 6, "old")
+    assert caught.value.kind == "StaleVersionError"
+    assert lora_server.client.generate(groups(), sampling(), 7, "new").policy_version == 7
+
+
+def unknown_module(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("attn.to_q", "attn.to_nothing"): t for name, t in state.items()}
+
+
+def wrong_shape(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t[:, :-1] if "to_q.lora_A" in name else t for name, t in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(unknown_module, "has no module .*to_nothing"), (wrong_shape, "to_q.lora_A.weight: shape")]
+)
+def test_a_lora_that_does_not_fit_is_an_error(
+    lora_server: Running, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
+) -> None:
+    state = lora_state(lora_transformer())
+    push_lora(lora_server.client, state, 20)
+    with pytest.raises(RemoteError, match=message):
+        push_lora(lora_server.client, change(state), 21)
+    with pytest.raises(RemoteError, match="policy version 20 was asked for"):
+        lora_server.client.generate(groups(), sampling(), 20, "after a failed sync")
+    push_lora(lora_server.client, state, 22)
+    assert lora_server.client.generate(groups(), sampling(), 22, "after the next").policy_version == 22
+
+
+def test_full_weights_after_lora_are_an_error(lora_server: Running) -> None:
+    push_lora(lora_server.client, lora_state(lora_transformer()), 30)
+    with pytest.raises(RemoteError, match="either LoRA or full weights"):
+        push_full(lora_server.client, tiny_adapter().load_transformer(), 31)
+
+
+def test_full_weights_that_do_not_fit_are_an_error(full_server: Running) -> None:
+    client = full_server.client
+    for name, shape, message in (
+        ("transformer_blocks.0.attn.to_nothing.weight", (2, 2), "no parameter"),
+        ("transformer_blocks.0.attn.to_q.weight", (3, 5), "shape \\[3, 5\\], the engine has"),
+    ):
+        flat = FlatTensors.pack({name: torch.zeros(shape)}, torch.float32)
+        with pytest.raises(RemoteError, match=message):
+            client.push("bucket", {"version": 5, "last": True}, flat, None)
+    with pytest.raises(RemoteError, match="this server holds None"):
+        client.generate(groups(), sampling(), 5, "half loaded")
+
+
+def test_full_weights_change_the_fused_layers_too(full_server: Running) -> None:
+    transformer = tiny_adapter().load_transformer().eval()
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter.mul_(1.01)
+    push_full(full_server.client, transformer, 9)
+    mine, theirs = probe(tiny_adapter(), transformer, CPU), full_server.client.probe()
+    assert float((mine - theirs).abs().max()) < 1e-4 * float(mine.abs().max())
+
+
+def test_no_pickle_and_no_list_between_engine_and_trainer(full_server: Running) -> None:
+    """Counted in the server while it samples and takes weights; the client has no pickle at all."""
+    transformer = tiny_adapter().load_transformer().eval()
+    push_full(full_server.client, transformer, 40)
+    full_server.client.generate(groups(), sampling(), 40, "first")
+    before = read_counts(full_server)
+    for i in range(3):
+        batch = full_server.client.generate(groups(negative="bad"), sampling(guidance_scale=2.0), 40, f"counted-{i}")
+        assert batch.size == 8
+    push_full(full_server.client, transformer, 41)
+    after = read_counts(full_server)
+    assert after["counts"] == before["counts"], {
+        n: after["callers"][n] for n, c in after["counts"].items() if c != before["counts"].get(n)
+    }
+
+
+def read_counts(running: Running) -> dict[str, Any]:
+    path = Path(os.environ["COUNTS"])
+    path.unlink(missing_ok=True)
+    os.kill(running.process.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 20
+    while not path.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return json.loads(path.read_text())
+
+
+def test_replies_lie_in_shared_memory_that_nobody_has_to_remove(full_server: Running) -> None:
+    push_full(full_server.client, tiny_adapter().load_transformer(), 50)
+    before = {p.name for p in Path("/dev/shm").iterdir()}
+    pid = full_server.process.process.pid
+    batch = full_server.client.generate(groups(), sampling(), 50, "shared")
+    assert full_server.client.shares_memory
+    open_files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    assert not [name for name in open_files if "flowgrpo_fast" in name and "memfd" in name], (
+        "replies that were taken are kept"
+    )
+    assert {p.name for p in Path("/dev/shm").iterdir()} <= before
+    # All fields view one mapping: nothing was copied on this side.
+    base = batch.latents.untyped_storage().data_ptr()
+    assert {t.untyped_storage().data_ptr() for t in batch.tensors().values()} == {base}
+
+
+def test_without_shared_memory_the_same_bytes_come_as_a_frame(full_server: Running) -> None:
+    """What a client on another host gets."""
+    push_full(full_server.client, tiny_adapter().load_transformer(), 51)
+    here = full_server.client.generate(groups(), sampling(), 51, "here")
+    full_server.client.shares_memory = False
+    try:
+        there = full_server.client.generate(groups(), sampling(), 51, "there")
+    finally:
+        full_server.client.shares_memory = True
+    assert_equal_batches(here, there)
+
+
+def test_a_broken_message_is_answered_with_an_error(full_server: Running) -> None:
+    socket = full_server.client._socket()
+    for frames in (
+        [b"{not json"],
+        [b'{"protocol":1,"sizes":[100],"op":"ping","id":1}', b"short"],
+        [b'{"protocol":9,"sizes":[]}'],
+    ):
+        socket.send_multipart(frames)
+        assert socket.poll(10_000)
+        header = json.loads(socket.recv_multipart()[0])
+        assert header["error"]["kind"] == "WireError", header
+    with pytest.raises(RemoteError, match="unknown operation"):
+        full_server.client.call("nonsense")
+
+
+def test_a_cancelled_request_does_not_block_the_next(full_server: Running) -> None:
+    push_full(full_server.client, tiny_adapter().load_transformer(), 60)
+    outcome: list[Any] = []
+
+    def long_request() -> None:
+        try:
+            outcome.append(full_server.client.generate(groups(), sampling(num_steps=4000), 60, "long"))
+        except RemoteError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=long_request)
+    thread.start()
+    time.sleep(2)
+    assert not outcome
+    began = time.monotonic()
+    full_server.client.call("cancel", {"key": "long"})
+    assert full_server.client.generate(groups(), sampling(), 60, "next").size == 8
+    assert time.monotonic() - began < 10
+    thread.join(10)
+    assert isinstance(outcome[0], RemoteError)
+
+
+def test_sleep_frees_the_weights_and_wake_brings_back_the_same_bits(full_server: Running) -> None:
+    push_full(full_server.client, tiny_adapter().load_transformer(), 70)
+    before = full_server.client.generate(groups(), sampling(), 70, "before")
+    full_server.client.call("sleep")
+    with pytest.raises(RemoteError):
+        full_server.client.probe()
+    full_server.client.call("wake")
+    assert_equal_batches(before, full_server.client.generate(groups(), sampling(), 70, "after"))
+
+
+def test_both_environments_tokenize_alike(lora_server: Running, full_server: Running) -> None:
+    mine = tiny_adapter().tokenize([HANDSHAKE_PROMPT], 512).input_ids.reshape(-1)
+    for running in (lora_server, full_server):
+        assert torch.equal(running.identity["input_ids"], mine)
+    assert lora_server.identity["embedding"] == full_server.identity["embedding"]
+
+
+def run_trainer(config: Config) -> Trainer:
+    trainer = Trainer(config, Inputs(config, 1), CPU)
+    try:
+        trainer.run()
+    finally:
+        trainer.engine.close()
+        trainer.rollout.close()
+    return trainer
+
+
+def by_hand(running: Running) -> tuple[str, ...]:
+    return (*VLLM, "rollout.server.replicas=0", f"rollout.server.addresses=[{running.process.address}]")
+
+
+def test_a_lora_run_agrees_with_its_engine_to_the_last_bit(lora_server: Running, tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path,
+        *by_hand(lora_server),
+        *LORA_RUN,
+        "model.lora.target_modules=all-linear",
+        "rollout.server.check_every=1",
+    )
+    run_trainer(config)
+    rows = read_metrics(tmp_path)
+    assert [row["policy/version"] for row in rows] == [0.0, 1.0, 2.0]
+    for row in rows:
+        assert row["agreement/log_ratio_max"] == 0.0
+        assert row["policy/ratio_max_deviation"] == 0.0
+        assert row["rollout/probe_difference"] < 1e-4
+        assert row["rollout/bound_modules"] == len(lora_state(lora_transformer())) // 2
+    assert rows[-1]["reward/mean"] != rows[0]["reward/mean"]
+
+
+def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_path: Path) -> None:
+    run_trainer(tiny_config(tmp_path / "engine", *by_hand(full_server)))
+    run_trainer(tiny_config(tmp_path / "here"))
+    theirs, mine = read_metrics(tmp_path / "engine"), read_metrics(tmp_path / "here")
+    for a, b in zip(theirs, mine, strict=True):
+        for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"):
+            assert a[name] == b[name], name
+
+
+def test_overlap_is_one_step_off_policy_and_says_so(full_server: Running, tmp_path: Path) -> None:
+    run_trainer(tiny_config(tmp_path, *by_hand(full_server), "rollout.server.overlap=true", "trainer.total_steps=4"))
+    rows = read_metrics(tmp_path)
+    assert [row["policy/staleness"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
+    assert rows[0]["policy/ratio_max_deviation"] == 0.0
+    assert all(row["policy/ratio_max_deviation"] > 0 for row in rows[1:])
+
+
+def test_a_killed_server_costs_no_bits(tmp_path: Path) -> None:
+    """kill -9 in the middle of a step: the run goes on with a new server and ends with the same metrics as an undisturbed one."""
+    killed: list[int] = []
+
+    def disturbed(config: Config) -> Trainer:
+        trainer = Trainer(config, Inputs(config, 1), CPU)
+        generate = trainer.rollout.generate
+
+        def once_killed(requests: Any, params: Any, version: int) -> RolloutBatch:
+            if version == 1 and params.window_size and not killed:
+                process = trainer.rollout.owned[0].process
+                killed.append(process.process.pid)
+                threading.Timer(0.05, process.process.kill).start()
+                params = replace(params)
+            return generate(requests, params, version)
+
+        trainer.rollout.generate = once_killed
+        try:
+            trainer.run()
+        finally:
+            trainer.engine.close()
+            trainer.rollout.close()
+        return trainer
+
+    trainer = disturbed(tiny_config(tmp_path / "disturbed", *VLLM, *LORA_RUN))
+    assert killed
+    assert trainer.rollout.starts == 2
+    run_trainer(tiny_config(tmp_path / "calm", *LORA_RUN))
+    for a, b in zip(read_metrics(tmp_path / "disturbed"), read_metrics(tmp_path / "calm"), strict=True):
+        for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"):
+            assert a[name] == b[name], name
+    assert read_metrics(tmp_path / "disturbed")[-1]["rollout/server_failures"] >= 1
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path,
+        *VLLM,
+        "rollout.server.replicas=0",
+        "rollout.server.addresses=[tcp://127.0.0.1:9]",
+        "rollout.server.start_timeout_s=1",
+    )
+    with pytest.raises(ServerLostError, match="tcp://127.0.0.1:9 did not answer 'hello' within 1 s"):
+        Trainer(config, Inputs(config, 1), CPU)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.server.python=/usr/bin/python3-nowhere"], "is not an executable; `make setup-vllm`"),
+        (["rollout.server.python=null"], "vllm-omni 0.30.x, which is not installed"),
+        (["rollout.server.tensor_parallel_size=2"], "tensor_parallel_size 2 is larger than the 1 device"),
+        (["rollout.server.cpu=false"], "needs 1 device\\(s\\), there are 0"),
+        (
+            ["rollout.server.engine={cache_backend: tea_cache}"],
+            "engine.cache_backend = 'tea_cache' would break exactness",
+        ),
+        (["rollout.server.engine={enforce_eager: false}"], "compiled blocks round differently"),
+        (["rollout.server.replicas=0"], "there is no server to sample from"),
+    ],
+)
+def test_bad_settings_stop_before_anything_is_loaded(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Inputs(tiny_config(tmp_path, *VLLM, *overrides), 1)
+
+
+def test_a_truncated_segment_is_refused() -> None:
+    segment = Segment.create(64)
+    with pytest.raises(Exception, match="another size than the 128 bytes announced"):
+        Segment.open({**segment.address(), "size": 128})
+    segment.close()
