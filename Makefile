@@ -32,7 +32,7 @@ extension: $(BUILT)
 # The compiled kernels, in place. Optional: without a compiler this says so in one line and everything else goes on.
 $(BUILT): $(STAMP)
 	rm -f flowgrpo_fast/_C*.so
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+	MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
 setup-vllm: $(ROLLOUT_STAMP)

@@ -36,7 +36,7 @@ COLUMNS = {
     "gb_s": "bytes / median",
     "copy_gb_s": "copy_ of a large buffer in the same run, bytes read + written",
     "copy_share": "gb_s / copy_gb_s; small cases live in the cache and may exceed 1",
-    "times_faster": "median of the rival (eager; lists in the exchange) / this median",
+    "times_faster": "median of the rival (eager; lists in the exchange; one request an image in the rollout) / this median",
     "peak_bytes": "most bytes alive at once beyond the inputs; results and gradients included",
     "extra_latents": "allocations of latent size that are no result and no gradient",
     "saved_bytes": "held by the autograd graph, distinct storages",

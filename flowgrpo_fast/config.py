@@ -99,7 +99,7 @@ class ServerConfig(Section):
     """Lost servers and failed requests of a run, after which it ends."""
     start_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(1800.0, gt=0)
-    bucket_mb: int = Field(512, ge=1)
+    bucket_mb: float = Field(512.0, gt=0)
     """Full weights travel in buckets of this size, two of them in memory."""
     engine: dict[str, Any] = {}
     """More keyword arguments for AsyncOmni. Those that would break exactness are refused by name."""

@@ -297,7 +297,7 @@ def local_device() -> torch.device:
 
 
 def remove_shared_buffer() -> None:
-    """The 69 MB that DeepSpeed's CPU all-reduce leaves in /dev/shm for this rank, even after a normal exit."""
+    """Unlinks the 69 MB of DeepSpeed's CPU all-reduce in /dev/shm, which it leaves there even after a normal exit."""
     address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
     Path("/dev/shm", name).unlink(missing_ok=True)

@@ -98,6 +98,9 @@ def train(config: Config) -> None:
     inputs = Inputs(config, int(os.environ["WORLD_SIZE"]))
     device = local_device()
     deepspeed.init_distributed(verbose=False)
+    # Mapped by every rank by now. Without its name the kernel frees it with the last rank, however that ends.
+    comm.barrier()
+    remove_shared_buffer()
     torch.manual_seed(config.seed)
     try:
         Trainer(config, inputs, device).run()
@@ -105,7 +108,6 @@ def train(config: Config) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        remove_shared_buffer()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from torch import Tensor
 from flowgrpo_fast.checkpoint import checkpoints
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.agent_loop import GroupTask, SingleTurnAgentLoop, Turn
+from flowgrpo_fast.rollout.wire import free_port
 from tests.ranks import Rank, preload, wait_for
 from tests.tiny import TINY_YAML, brightness, tiny_pipeline
 
@@ -52,15 +52,9 @@ def environment(**extra: str) -> dict[str, str]:
     return clean | {"DS_ACCELERATOR": "cpu"} | extra
 
 
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 def start_ranks(world: int, run_dir: Path, *overrides: str) -> list[Rank]:
     """Ranks without the launcher, which costs 14 s. One thread each whatever their number, so that the bits can be compared."""
-    port = free_port()
+    port = str(free_port())
     output = Path(tempfile.mkdtemp(prefix="flowgrpo_fast_ranks_"))
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = arguments(run_dir, "engine.threads=1", *overrides)[1:]

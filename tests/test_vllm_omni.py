@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -26,13 +27,24 @@ from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.base import ServerLostError
 from flowgrpo_fast.rollout.in_process import InProcessRollout
 from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
-from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
+from flowgrpo_fast.rollout.vllm_omni.preflight import check_environment
+from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess, server_environment
 from flowgrpo_fast.rollout.vllm_omni.rollout import HANDSHAKE_PROMPT
-from flowgrpo_fast.rollout.vllm_omni.sync import target_groups
-from flowgrpo_fast.rollout.weights import FlatTensors, lora_checksums, lora_modules, lora_tensors, probe
-from flowgrpo_fast.rollout.wire import RemoteError, Segment
+from flowgrpo_fast.rollout.vllm_omni.sync import require_bound, target_groups
+from flowgrpo_fast.rollout.weights import (
+    FlatTensors,
+    WeightSyncError,
+    lora_checksums,
+    lora_modules,
+    lora_tensors,
+    probe,
+    require_equal_probe,
+)
+from flowgrpo_fast.rollout.wire import RemoteError, Segment, free_port
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
+from flowgrpo_fast.version import __version__
+from tests.ranks import Rank, preload, wait_for
 from tests.tiny import CPU, request, sampling, tiny_adapter, tiny_config
 
 ROOT = Path(__file__).parents[1]
@@ -71,8 +83,8 @@ def running_server(folder: Path, *overrides: str, entry: tuple[str, ...] | None 
     config_path = folder / "config.yaml"
     config_path.write_text(tiny_config(folder, *VLLM, *overrides).to_yaml())
     chosen = {} if entry is None else {"entry": entry}
-    process = ServerProcess(PYTHON, config_path, folder.name, folder / "server.log", None, 1, **chosen)
-    client = ServerClient(process.address, process, timeout=120)
+    process = ServerProcess(PYTHON, config_path, folder / "server.log", 0, None, 1, **chosen)
+    client = ServerClient(process.address, process, timeout=120, device=CPU)
     try:
         yield Running(process, client, client.hello(180))
     finally:
@@ -398,13 +410,34 @@ def test_a_lora_run_agrees_with_its_engine_to_the_last_bit(lora_server: Running,
     assert rows[-1]["reward/mean"] != rows[0]["reward/mean"]
 
 
-def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_path: Path) -> None:
-    run_trainer(tiny_config(tmp_path / "engine", *by_hand(full_server)))
-    run_trainer(tiny_config(tmp_path / "here"))
-    theirs, mine = read_metrics(tmp_path / "engine"), read_metrics(tmp_path / "here")
-    for a, b in zip(theirs, mine, strict=True):
+def assert_same_training(a: Path, b: Path) -> None:
+    for mine, theirs in zip(read_metrics(a), read_metrics(b), strict=True):
         for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"):
-            assert a[name] == b[name], name
+            assert mine[name] == theirs[name], name
+
+
+def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_path: Path) -> None:
+    """Weights in a dozen buckets, two in turn; the engine asleep while the trainer trains."""
+    several = ("rollout.server.bucket_mb=0.02", "rollout.server.colocated=true")
+    run_trainer(tiny_config(tmp_path / "engine", *by_hand(full_server), *several))
+    run_trainer(tiny_config(tmp_path / "here"))
+    assert_same_training(tmp_path / "engine", tmp_path / "here")
+
+
+def test_the_gate_takes_the_trainers_log_probs_where_the_engine_is_too_far_off(
+    full_server: Running, tmp_path: Path
+) -> None:
+    """Another batch shape: 1e-7 apart. Too far for a clip range of 1e-7, near enough for one of 1e-3."""
+    shape = (*by_hand(full_server), "engine.micro_batch_size=2", "trainer.total_steps=1", "data.validation=null")
+    for clip, trusted in ((1e-7, False), (1e-3, True)):
+        run_dir = tmp_path / str(clip)
+        run_trainer(tiny_config(run_dir, *shape, f"algorithm.clip_low={clip}", f"algorithm.clip_high={clip}"))
+        (row,) = read_metrics(run_dir)
+        assert 0 < row["agreement/log_ratio_max"] < 1e-5
+        assert row["agreement/limit"] == pytest.approx(clip / 10)
+        assert (row["agreement/log_ratio_max"] <= row["agreement/limit"]) == trusted
+        assert (row["policy/ratio_max_deviation"] > 0) == trusted
+        assert any(name.startswith("agreement/step_") for name in row)
 
 
 def test_overlap_is_one_step_off_policy_and_says_so(full_server: Running, tmp_path: Path) -> None:
@@ -443,10 +476,56 @@ def test_a_killed_server_costs_no_bits(tmp_path: Path) -> None:
     assert killed
     assert trainer.rollout.starts == 2
     run_trainer(tiny_config(tmp_path / "calm", *LORA_RUN))
-    for a, b in zip(read_metrics(tmp_path / "disturbed"), read_metrics(tmp_path / "calm"), strict=True):
-        for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"):
-            assert a[name] == b[name], name
+    assert_same_training(tmp_path / "disturbed", tmp_path / "calm")
     assert read_metrics(tmp_path / "disturbed")[-1]["rollout/server_failures"] >= 1
+
+    killed.clear()
+    with pytest.raises(RuntimeError, match="more than rollout.server.max_failures 0"):
+        disturbed(tiny_config(tmp_path / "no patience", *VLLM, *LORA_RUN, "rollout.server.max_failures=0"))
+
+
+def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path: Path) -> None:
+    """glyphs, LoRA, ZeRO-3 on two ranks, one engine: five steps. Then kill -9 of the rank that started the server."""
+    before = {p.name for p in Path("/dev/shm").iterdir()}
+    preload()
+    port = str(free_port())
+    overrides = [
+        f"run_dir={tmp_path}", f"rollout.server.python={PYTHON}", "rollout.server.threads=1", "engine.threads=1", *LORA_RUN,
+        "model.lora.target_modules=all-linear", "rollout.groups_per_batch=1", "algorithm.group_size=4", "algorithm.groups_per_step=4",
+        "optimizer.learning_rate=1e-3", "validation.num_prompts=8", "trainer.total_steps=1000", "rollout.server.check_every=1",
+        "logging.samples_every=0", "logging.tensorboard=false", "trainer.save_every=0", "trainer.validate_every=0",
+    ]  # fmt: skip
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = ["--config", str(ROOT / "configs" / "glyphs_vllm_omni.yaml"), *overrides]
+    ranks = [
+        Rank(command, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}, tmp_path / f"rank{r}.log") for r in range(2)
+    ]
+    try:
+        steps = lambda: len(read_metrics(tmp_path)) if (tmp_path / "metrics.jsonl").is_file() else 0  # noqa: E731
+        ended = lambda: steps() >= 5 or not all(rank.is_running() for rank in ranks)  # noqa: E731
+        wait_for(ended, 300, "five steps")
+        output = "".join(rank.output.read_text() for rank in ranks)
+        assert steps() >= 5, output
+        rows = read_metrics(tmp_path)[:5]
+        assert [row["policy/version"] for row in rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        for row in rows:
+            assert all(math.isfinite(row[name]) for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"))
+            assert row["rollout/probe_difference"] < 1e-4
+            assert row["rollout/bound_modules"] > 50
+            assert row["agreement/log_ratio_max"] < 1e-6
+        servers = children_of(ranks[0].pid)
+        assert servers
+        os.kill(ranks[0].pid, signal.SIGKILL)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 10, "the server's death")
+        wait_for(lambda: not any(rank.is_running() for rank in ranks), 60, "the other rank's end")
+        assert {p.name for p in Path("/dev/shm").iterdir()} <= before
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
@@ -479,6 +558,48 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
 def test_bad_settings_stop_before_anything_is_loaded(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Inputs(tiny_config(tmp_path, *VLLM, *overrides), 1)
+
+
+def test_what_is_bound_must_be_what_was_sent(lora_server: Running) -> None:
+    """A server that scales the adapter differently holds other bits, and the trainer stops."""
+    state = lora_state(lora_transformer())
+    flat = FlatTensors.pack(state, torch.float32)
+    bound = push_lora(lora_server.client, state, 80, alpha=2 * ALPHA)
+    with pytest.raises(WeightSyncError, match="holds other bits than were sent in"):
+        require_bound(lora_checksums(flat, ALPHA / RANK, torch.float32), bound, "the server")
+    some = dict(list(bound.items())[1:])
+    with pytest.raises(WeightSyncError, match=f"did not acknowledge 1 of {len(bound)} tensors"):
+        require_bound(bound, some, "the server")
+    mine = probe(tiny_adapter(), lora_transformer(), CPU)
+    with pytest.raises(WeightSyncError, match="runs other weights than it was sent, or ignores some"):
+        require_equal_probe(mine, lora_server.client.probe(), torch.float32, "the server")
+
+
+def test_the_server_has_none_of_the_launchers_variables() -> None:
+    launched = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "1",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "HOME": "/h",
+    }
+    found = server_environment(launched, [3, 4], threads=5)
+    assert found == {
+        "HOME": "/h", "OMP_NUM_THREADS": "5", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "3,4",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.31.2"])
+def test_another_vllm_omni_is_refused_by_name(version: str, tmp_path: Path) -> None:
+    """An interpreter whose environment says that it has that version."""
+    fake = tmp_path / "python"
+    fake.write_text(
+        f"""#!/bin/sh\necho '{{"flowgrpo_fast": "{__version__}", "vllm": "{version}", "vllm-omni": "{version}"}}'\n"""
+    )
+    fake.chmod(0o755)
+    with pytest.raises(ConfigError, match=f"needs vllm-omni 0.30.x, which {version} is installed"):
+        check_environment(str(fake))
 
 
 def test_a_truncated_segment_is_refused() -> None:

@@ -15,6 +15,7 @@ import zmq
 from torch import Tensor
 
 from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.rollout import cuda_ipc
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams, ServerLostError
 from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
 from flowgrpo_fast.rollout.weights import FlatTensors
@@ -36,12 +37,12 @@ SILENCE_S = 60.0
 class ServerClient:
     """Thread-safe: every thread has a socket of its own. `in_flight` counts the generations of this client."""
 
-    def __init__(self, address: str, process: ServerProcess | None, timeout: float) -> None:
-        self.address, self.process, self.timeout = address, process, timeout
+    def __init__(self, address: str, process: ServerProcess | None, timeout: float, device: torch.device) -> None:
+        self.address, self.process, self.timeout, self.device = address, process, timeout, device
         self.in_flight = 0
         self.lost: str | None = None
         self.pid: int | None = None
-        self.shares_memory = False
+        self.shares_memory = self.shares_gpu = False
         self._local = threading.local()
         self._count = 0
         self._lock = threading.Lock()
@@ -51,10 +52,12 @@ class ServerClient:
         """Waits for the server to come up. Returns its identity, token ids included. Raises ServerLostError."""
         segment = Segment.create(1)
         try:
-            reply = self.call("hello", {"segment": segment.address()}, timeout=timeout)
+            asked = {"segment": segment.address(), "gpu": cuda_ipc.device_uuid(self.device)}
+            reply = self.call("hello", asked, timeout=timeout)
         finally:
             segment.close()
         self.shares_memory = bool(reply.header["shares_memory"])
+        self.shares_gpu = bool(reply.header["shares_gpu"])
         self.pid = int(reply.header["pid"]) if self.shares_memory else None
         threading.Thread(target=self._heartbeat, daemon=True, name=f"heartbeat {self.address}").start()
         return {**reply.header, "input_ids": reply.buffers[0].view(torch.int64)}
@@ -62,7 +65,7 @@ class ServerClient:
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int, key: str
     ) -> RolloutBatch:
-        """One forward batch. The batch views shared memory, or the frame that came. Raises ServerLostError, RemoteError, WireError, BatchError."""
+        """One forward batch: in GPU memory of this process, a view of shared memory, or of the frame that came. Raises ServerLostError, RemoteError, WireError, BatchError."""
         manifest, buffers = pack_tensors(
             {
                 f"{i}/{name}": tensor
@@ -83,15 +86,18 @@ class ServerClient:
             "sampling": asdict(sampling),
             "policy_version": policy_version,
             "key": key,
-            "shares_memory": self.shares_memory,
+            "reply": "gpu" if self.shares_gpu else "memory" if self.shares_memory else "frame",
         }
         reply = self.call("generate", header, buffers)
-        if "segment" not in reply.header:
+        if reply.buffers:
             return RolloutBatch.unpack(reply.buffers[0])
-        segment = Segment.open(reply.header["segment"])
-        assert segment.tensor is not None
-        batch = RolloutBatch.unpack(segment.tensor)
-        segment.close()
+        if "gpu" in reply.header:
+            batch = RolloutBatch.unpack(cuda_ipc.fetch(reply.header["gpu"], self.device))
+        else:
+            segment = Segment.open(reply.header["segment"])
+            assert segment.tensor is not None
+            batch = RolloutBatch.unpack(segment.tensor)
+            segment.close()
         self.call("release", {"release": reply.header["release"]})
         return batch
 

@@ -64,10 +64,15 @@ def check_settings(config: Config) -> None:
 def check_environment(python: str | None) -> None:
     """The interpreter of the servers: is it there, and does it have this package and the supported vllm-omni?"""
     python = python or sys.executable
-    if shutil.which(python) is None:
+    found_at = shutil.which(python)
+    if found_at is None:
         raise ConfigError(f"rollout.server.python = {python!r} is not an executable; {HINT}")
     asked = subprocess.run(
-        [python, "-c", ASK], capture_output=True, text=True, cwd="/", env=server_environment(os.environ, None, 1)
+        [os.path.abspath(found_at), "-c", ASK],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=server_environment(os.environ, None, 1),
     )
     if asked.returncode != 0:
         raise ConfigError(f"rollout.server.python = {python!r} does not run: {asked.stderr.strip()[-300:]}; {HINT}")

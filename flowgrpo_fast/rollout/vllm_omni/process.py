@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -32,6 +33,9 @@ def server_environment(parent: Mapping[str, str], devices: list[int] | None, thr
     return env
 
 
+_numbers = itertools.count()
+
+
 class ServerProcess:
     """Start it from the main thread: the kernel's parent-death signal is bound to the thread that started the child."""
 
@@ -39,15 +43,15 @@ class ServerProcess:
         self,
         python: str | None,
         config_path: Path,
-        name: str,
         log: Path,
+        replica: int,
         devices: list[int] | None,
         threads: int,
         entry: Sequence[str] = ("-m", "flowgrpo_fast.rollout.serve"),
     ) -> None:
-        self.python = python or sys.executable
-        # An abstract socket: no file and no port, unique by this process's id and the server's name.
-        self.address = f"ipc://@flowgrpo_fast-{os.getpid()}-{name}"
+        self.python, self.replica = python or sys.executable, replica
+        # An abstract socket: no file and no port, unique by this process's id and a number that it never uses again.
+        self.address = f"ipc://@flowgrpo_fast-{os.getpid()}-{next(_numbers)}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:

@@ -66,8 +66,8 @@ class VllmOmniRollout:
             try:
                 self._prepare(policy_version)
                 break
-            except ServerLostError as error:
-                self._count_failure(error)
+            except ServerLostError:
+                self.failures += 1
         yield
         if self.settings.colocated:
             self._collectively(lambda: [c.call("sleep") for c in self.owned if c.lost is None])
@@ -110,26 +110,30 @@ class VllmOmniRollout:
             finally:
                 with self._lock:
                     client.in_flight -= 1
-        # Images stay where they are, in shared memory: the rewards read them there.
-        batch = replace(batch.to(self.device), images=batch.images)
+        # Images stay in shared memory, where the rewards read them; those that came by the GPU go to the host.
+        assert batch.images is not None
+        batch = replace(batch.to(self.device), images=batch.images.cpu())
         self._finished[key] = batch
         return batch
 
     def recover(self) -> None:
-        """Replaces lost servers. Their weights are as old as their checkpoint: the next phase sends them anew."""
-
-        def check() -> None:
-            lost = [c.lost for c in self.clients if c.lost is not None]
-            if lost and self.failures > self.settings.max_failures:
-                raise RuntimeError(
-                    f"{self.failures} failures, more than rollout.server.max_failures {self.settings.max_failures}: {lost[-1]}"
-                )
-
-        self._collectively(check)
+        """Replaces lost servers. Their weights are as old as their checkpoint: the next phase sends them anew. Raises RuntimeError, on all
+        ranks, after rollout.server.max_failures."""
+        found = comm.gather_objects((self.failures, {c.address: c.lost for c in self.clients if c.lost is not None}))
+        self.failures = max(failures for failures, _ in found)
+        lost = {address: reason for _, addresses in found for address, reason in addresses.items()}
+        # What one rank has lost is lost for all, or its owner would not replace it.
+        for client in self.clients:
+            client.lost = client.lost or lost.get(client.address)
+        if self.failures > self.settings.max_failures:
+            raise RuntimeError(self._too_many(f"lost {', '.join(lost.values())}"))
         if comm.rank() == 0:
-            print("a rollout server was lost: starting another", flush=True)
+            print(f"starting another rollout server: {'; '.join(lost.values())}", flush=True)
         self._start_servers()
         self.version = None
+
+    def _too_many(self, last: str) -> str:
+        return f"{self.failures} failures of rollout servers, more than rollout.server.max_failures {self.settings.max_failures}: {last}"
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -148,7 +152,7 @@ class VllmOmniRollout:
             if client.lost is not None and client.process is not None:
                 client.process.kill()
         alive = [c for c in self.owned if c.lost is None]
-        processes = self._collectively(lambda: self._spawn(len(alive)))
+        processes = self._collectively(lambda: self._spawn({c.process.replica for c in alive if c.process is not None}))
         by_hand = self.settings.addresses if comm.rank() == 0 else []
         started = {p.address: p for p in processes}
         mine = [*started, *(a for a in by_hand if a not in {c.address for c in alive})]
@@ -159,12 +163,13 @@ class VllmOmniRollout:
             for a in addresses
             if node == os.uname().nodename or a in self.settings.addresses
         ]
-        fresh = [ServerClient(a, started.get(a), self.settings.request_timeout_s) for a in new]
+        fresh = [ServerClient(a, started.get(a), self.settings.request_timeout_s, self.device) for a in new]
         self.clients = [c for c in self.clients if c.lost is None] + fresh
         self.owned = [c for c in self.clients if c in alive or c.address in mine]
         self._collectively(lambda: self._shake_hands(fresh))
 
-    def _spawn(self, alive: int) -> list[ServerProcess]:
+    def _spawn(self, running: set[int]) -> list[ServerProcess]:
+        """The replicas of this node that do not run. Only its first rank has any."""
         s = self.settings
         if int(os.environ.get("LOCAL_RANK", "0")) != 0:
             return []
@@ -173,15 +178,14 @@ class VllmOmniRollout:
         config_path.write_text(self.config.to_yaml())
         threads = s.threads or len(os.sched_getaffinity(0))
         processes = []
-        for replica in range(alive - sum(c.process is None for c in self.owned if c.lost is None), s.replicas):
+        for replica in sorted(set(range(s.replicas)) - running):
             devices = None
             if not s.cpu:
                 all_devices = s.devices if s.devices is not None else list(range(torch.cuda.device_count()))
                 devices = all_devices[replica * s.tensor_parallel_size : (replica + 1) * s.tensor_parallel_size]
             self.starts += 1
-            name = f"{self.starts}"
-            log = config_path.parent / f"server-{os.uname().nodename}-{name}.log"
-            processes.append(ServerProcess(s.python, config_path, name, log, devices, threads))
+            log = config_path.parent / f"server-{os.uname().nodename}-{replica}-{self.starts}.log"
+            processes.append(ServerProcess(s.python, config_path, log, replica, devices, threads))
         return processes
 
     def _shake_hands(self, clients: list[ServerClient]) -> None:
@@ -231,9 +235,7 @@ class VllmOmniRollout:
         with self._lock:
             self.failures += 1
         if self.failures > self.settings.max_failures:
-            raise RuntimeError(
-                f"{self.failures} failures of rollout servers, more than rollout.server.max_failures {self.settings.max_failures}: {error}"
-            ) from error
+            raise RuntimeError(self._too_many(str(error))) from error
 
     def _collectively(self, work: Callable[[], T]) -> T:
         """An error on one rank is raised on all of them."""

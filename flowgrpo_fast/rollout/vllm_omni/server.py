@@ -1,8 +1,8 @@
 """The rollout server: one process, one AsyncOmni, one ROUTER socket. Requests come in as tensors and go out as one packed RolloutBatch.
 
     hello     -> versions, token ids and embedding checksum of a fixed prompt, the policy version held
-    generate  -> RolloutBatch bytes, in shared memory for a client on this host, else as a frame
-    release   -> drops a shared-memory reply that the client has mapped
+    generate  -> RolloutBatch bytes: on the GPU for a client on the same one, in shared memory on the same host, else as a frame
+    release   -> drops a reply that the client has mapped or copied
     lora      -> binds an adapter under a new version; checksums of what is bound
     bucket    -> loads some full weights; checksums of what the engine holds; `last` sets the version
     probe     -> velocity of a fixed input
@@ -32,6 +32,7 @@ from torch import Tensor
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.config import Config
 from flowgrpo_fast.models.base import PromptTokens
+from flowgrpo_fast.rollout import cuda_ipc
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
 from flowgrpo_fast.rollout.vllm_omni.engine_settings import engine_settings
 from flowgrpo_fast.rollout.weights import FlatTensors
@@ -75,7 +76,7 @@ class RolloutServer:
         self.config, self.address, self.heartbeat = config, address, heartbeat
         self.policy_version: int | None = None
         self.has_lora = False
-        self.replies: dict[int, Segment] = {}
+        self.replies: dict[int, Segment | Tensor] = {}  # taken by a client, not yet released
         self.reply_count = 0
         self.last_heard = time.monotonic()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -87,6 +88,7 @@ class RolloutServer:
 
         self.engine = AsyncOmni(**engine_settings(self.config))
         self.identity = await self._identify()
+        self.gpu = cuda_ipc.device_uuid(torch.device("cpu" if self.config.rollout.server.cpu else "cuda:0"))
         context = zmq.asyncio.Context()
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 1000)
@@ -102,8 +104,6 @@ class RolloutServer:
         finally:
             for task in (receiver, watcher, *self.tasks):
                 task.cancel()
-            for segment in self.replies.values():
-                segment.close()
             self.engine.shutdown()
             self.socket.close()
             context.term()
@@ -162,7 +162,8 @@ class RolloutServer:
             shares_memory = True
         except WireError:
             shares_memory = False
-        reply |= {"shares_memory": shares_memory, "policy_version": self.policy_version}
+        shares_gpu = message.header["gpu"] is not None and message.header["gpu"] == self.gpu
+        reply |= {"shares_memory": shares_memory, "shares_gpu": shares_gpu, "policy_version": self.policy_version}
         return Message(reply, (ids.reshape(-1).contiguous().view(torch.uint8),))
 
     async def _ping(self, _: Message) -> Message:
@@ -193,18 +194,20 @@ class RolloutServer:
         outputs = self.engine.generate({"prompt": "", JOB: job}, parameters, request_id=header["key"])
         (result,) = [output async for output in outputs]
         batch: RolloutBatch = result.multimodal_output["metadata"][JOB]
-        if not header["shares_memory"]:
-            return Message({}, (batch.pack(),))
+        if header["reply"] == "frame":
+            return Message({}, (batch.pack().cpu(),))
         self.reply_count += 1
-        segment = Segment.create(batch.packed_size())
+        if header["reply"] == "gpu":
+            self.replies[self.reply_count] = packed = batch.pack()
+            return Message({"gpu": cuda_ipc.share(packed), "release": self.reply_count})
+        self.replies[self.reply_count] = segment = Segment.create(batch.packed_size())
         batch.pack(out=segment.tensor)
-        self.replies[self.reply_count] = segment
         return Message({"segment": segment.address(), "release": self.reply_count})
 
     async def _release(self, message: Message) -> Message:
-        segment = self.replies.pop(message.header["release"], None)
-        if segment is not None:
-            segment.close()
+        reply = self.replies.pop(message.header["release"], None)
+        if isinstance(reply, Segment):
+            reply.close()
         return Message({})
 
     async def _cancel(self, message: Message) -> Message:

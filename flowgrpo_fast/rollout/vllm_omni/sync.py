@@ -70,7 +70,7 @@ class WeightSync:
                 expected = lora_checksums(flat, lora.alpha / lora.rank, self.dtype)
                 for client in owned:
                     header = {"version": version, "rank": lora.rank, "alpha": lora.alpha}
-                    _require_bound(expected, client.push("lora", header, flat, segment), client.address)
+                    require_bound(expected, client.push("lora", header, flat, segment), client.address)
                 self.bound_modules = len(lora_modules(list(expected)))
             except Exception as problem:
                 error = problem
@@ -80,7 +80,7 @@ class WeightSync:
 
     def _push_full(self, owned: list[ServerClient], version: int) -> None:
         """Double-buffered: bucket n + 1 is gathered and copied while the servers load bucket n."""
-        limit = self.config.rollout.server.bucket_mb * 2**20 // self.dtype.itemsize
+        limit = int(self.config.rollout.server.bucket_mb * 2**20) // self.dtype.itemsize
         parameters = dict(self.engine.module.named_parameters())
         cut = list(buckets(parameters, limit, self.engine.numel))
         largest = max(sum(self.engine.numel(p) for p in bucket.values()) for bucket in cut)
@@ -91,7 +91,7 @@ class WeightSync:
         def send(flat: FlatTensors, expected: dict[str, int], segment: Segment, last: bool) -> None:
             for client in owned:
                 header = {"version": version, "last": last}
-                _require_bound(expected, client.push("bucket", header, flat, segment), client.address)
+                require_bound(expected, client.push("bucket", header, flat, segment), client.address)
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as sender:
             for n, bucket in enumerate(cut):
@@ -181,7 +181,7 @@ def _typed(segment: Segment, dtype: torch.dtype) -> Tensor:
     return segment.tensor.view(dtype)
 
 
-def _require_bound(expected: dict[str, int], bound: dict[str, int], address: str) -> None:
+def require_bound(expected: dict[str, int], bound: dict[str, int], address: str) -> None:
     """Every name acknowledged, every checksum equal."""
     missing = sorted(expected.keys() - bound.keys())
     if missing:
