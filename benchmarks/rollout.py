@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = load_config(
         ROOT / "configs" / "glyphs_vllm_omni.yaml",
-        ["rollout.initial_noise=sample", f"rollout.server.python={args.python}", f"rollout.server.cpu={str(device == 'cpu').lower()}"],
+        ["rollout.initial_noise=sample", f"rollout.python={args.python}", f"rollout.server.cpu={str(device == 'cpu').lower()}"],
     )  # fmt: skip
     adapter = build_adapter(config.model.family, config.model.path, torch.device(device), torch.float32)
     transformer = adapter.load_transformer().eval()

@@ -1,7 +1,7 @@
 """The agreement gate: do rollout and trainer give the same log-prob to the same step? Measured, logged, and acted upon.
 
 Two engines with the same weights round differently, and clip ranges here are 1e-5 to 1e-4. So the trainer replays some samples at the
-first step and every `rollout.server.check_every` steps. Under `old_log_probs: auto` the rollout's log-probs are taken as the old ones only
+first step and every `rollout.check_every` steps. Under `old_log_probs: auto` the rollout's log-probs are taken as the old ones only
 while the largest |log ratio| stays within a tenth of the clip range; above it, the trainer's own are.
 """
 
@@ -32,7 +32,7 @@ class AgreementGate:
         choice = self.config.algorithm.old_log_probs
         if choice != "auto":
             return choice == "rollout"
-        if self.config.rollout.server.overlap:
+        if self.config.rollout.overlap:
             # The policy that sampled is not the trainer's any more; only its own log-probs make the ratio a correction.
             return True
         if self.is_remote:
@@ -40,7 +40,7 @@ class AgreementGate:
         return self.plan.replays_rollout_shape
 
     def is_due(self, step: int, staleness: int) -> bool:
-        due = self.largest is None or step % self.config.rollout.server.check_every == 0
+        due = self.largest is None or step % self.config.rollout.check_every == 0
         return self.is_remote and due and staleness == 0
 
     def measure(self, replay: Replay) -> dict[str, float]:

@@ -76,8 +76,6 @@ class SigmasConfig(Section):
 class ServerConfig(Section):
     """Rollout servers: one vllm-omni engine each, in processes of their own."""
 
-    python: str | None = None
-    """Interpreter of the environment that has vllm-omni; null: this one."""
     replicas: int = Field(1, ge=0)
     """Servers that the first rank of each node starts."""
     addresses: list[str] = []
@@ -89,14 +87,6 @@ class ServerConfig(Section):
     """Run the engine on the CPU: for tests and laptops."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a server; null: all cores."""
-    colocated: bool = False
-    """The servers share the trainer's GPUs: they sleep while it trains."""
-    overlap: bool = False
-    """Sample step t + 1 while step t is trained: one step off-policy, corrected by the ratio."""
-    check_every: int = Field(50, ge=1)
-    """Replay some samples in the trainer at the first step and every so many steps: the agreement gate."""
-    max_failures: int = Field(5, ge=0)
-    """Lost servers and failed requests of a run, after which it ends."""
     start_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(1800.0, gt=0)
     bucket_mb: float = Field(512.0, gt=0)
@@ -107,7 +97,17 @@ class ServerConfig(Section):
 
 class RolloutConfig(Section):
     backend: Literal["in_process", "vllm_omni"] = "in_process"
-    """`vllm_omni`: servers of their own, see docs/vllm_omni.md; `rollout.server` is read then."""
+    """`vllm_omni`: servers of their own, see docs/vllm_omni.md. The keys from `python` to `server` are for them."""
+    python: str | None = None
+    """Interpreter of the environment that has vllm-omni; null: this one."""
+    colocated: bool = False
+    """The servers share the trainer's GPUs: they sleep while it trains."""
+    overlap: bool = False
+    """Sample step t + 1 while step t is trained: one step off-policy, corrected by the ratio."""
+    check_every: int = Field(50, ge=1)
+    """Replay some samples in the trainer at the first step and every so many steps: the agreement gate."""
+    max_failures: int = Field(5, ge=0)
+    """Lost servers and failed requests of a run, after which it ends."""
     server: ServerConfig = ServerConfig()
     agent_loop: str = "single_turn"
     """Registered name or `module:Class`."""
@@ -236,14 +236,14 @@ class Config(Section):
             raise ValueError(
                 "model.dtype float16 cannot be trained in full (gradients underflow); use bfloat16 or float32"
             )
-        server = self.rollout.server
-        if server.overlap and self.rollout.backend == "in_process":
+        rollout = self.rollout
+        if rollout.overlap and rollout.backend == "in_process":
             raise ValueError(
-                "rollout.server.overlap needs servers that sample while the trainer trains: rollout.backend vllm_omni"
+                "rollout.overlap needs servers that sample while the trainer trains: rollout.backend vllm_omni"
             )
-        if server.overlap and server.colocated:
+        if rollout.overlap and rollout.colocated:
             raise ValueError(
-                "rollout.server.overlap and rollout.server.colocated exclude each other: a sleeping server cannot sample"
+                "rollout.overlap and rollout.colocated exclude each other: a sleeping server cannot sample"
             )
         window = self.rollout.window
         if window.size is not None and window.range is not None and window.range[1] - window.range[0] < window.size:

@@ -138,7 +138,7 @@ class Trainer:
         with self.timer("advantage"):
             rewards, advantages, valid, metrics = self._advantages(result)
         self._save_samples(step + 1, result, rewards)
-        if self.config.rollout.server.overlap and step + 1 < self.config.trainer.total_steps:
+        if self.config.rollout.overlap and step + 1 < self.config.trainer.total_steps:
             self._start_next_rollout(step + 1)
         with self.timer("update"):
             batch = result.batch.without_media()

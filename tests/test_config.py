@@ -8,7 +8,8 @@ import pytest
 
 from flowgrpo_fast.config import Config, ConfigError, batch_plan, load_config, parse_config
 
-GLYPHS = Path(__file__).parent.parent / "configs" / "glyphs.yaml"
+CONFIGS = Path(__file__).parent.parent / "configs"
+GLYPHS = CONFIGS / "glyphs.yaml"
 
 
 def config(*overrides: str) -> Config:
@@ -113,3 +114,9 @@ def test_impossible_batch_arithmetic_is_one_sentence_with_the_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         batch_plan(config(*overrides), world, 3)
+
+
+@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_a_valid_config(recipe: Path) -> None:
+    config = load_config(recipe, ["model.path=builtin:glyphs", "data.train=builtin:glyphs"])
+    batch_plan(config, world_size=1, window=1)

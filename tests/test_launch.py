@@ -113,9 +113,16 @@ def test_deepspeed_launcher_with_two_ranks_equals_one_rank_bitwise(one_rank: Pat
 
 
 def test_lora_bf16_two_ranks_equal_one_bitwise(tmp_path: Path) -> None:
-    outputs = [run_ranks(world, tmp_path / str(world), *LORA_BF16) for world in (1, 2)]
+    """With a KL to the reference, whose metric is over all ranks."""
+    settings = (*LORA_BF16, "algorithm.kl_coef=0.1", "optimizer.learning_rate=0.01")
+    outputs = [run_ranks(world, tmp_path / str(world), *settings) for world in (1, 2)]
     assert all("first update: max |ratio - 1| = 0.0;" in output for output in outputs)
     assert_same_weights(tmp_path / "1", tmp_path / "2")
+    mine, theirs = (read_metrics(tmp_path / str(world)) for world in (1, 2))
+    assert mine[0]["policy/kl"] == theirs[0]["policy/kl"] == 0.0
+    for a, b in zip(mine[1:], theirs[1:], strict=True):
+        assert a["policy/kl"] > 0
+        assert b["policy/kl"] == pytest.approx(a["policy/kl"], rel=1e-5)
 
 
 def test_bf16_full_and_several_micro_batches_per_rank(tmp_path: Path) -> None:

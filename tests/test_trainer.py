@@ -344,6 +344,25 @@ def test_nan_from_the_model_stops_with_step_and_sample(tmp_path: Path) -> None:
     assert train(tiny_config(tmp_path, "trainer.total_steps=2")).state.step == 2
 
 
+def test_a_non_finite_log_prob_in_training_stops_before_the_weights_change(tmp_path: Path) -> None:
+    """The rollout was fine; the network under training gives NaN (a bad kernel, an overflow in bf16)."""
+    trainer = Trainer(tiny_config(tmp_path), Inputs(tiny_config(tmp_path), 1), CPU)
+    velocity = trainer.adapter.velocity
+
+    def broken(transformer: Any, *args: Any) -> Tensor:
+        return velocity(transformer, *args) * (math.nan if transformer is trainer.engine else 1.0)
+
+    trainer.adapter.velocity = broken
+    before = trainer.engine.trained_state()
+    with pytest.raises(
+        NonFiniteError, match=r"not finite in training, at denoising step \d+, sample 0; the weights were not changed"
+    ):
+        trainer.run()
+    for name, value in trainer.engine.trained_state().items():
+        assert torch.equal(value, before[name]), name
+    trainer.engine.close()
+
+
 def test_missing_negative_prompt_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rollout.guidance_scale = 4.0 needs a negative prompt"):
         Inputs(tiny_config(tmp_path, "rollout.guidance_scale=4.0"), 1)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
 from flowgrpo_fast.batch import RolloutBatch
-from flowgrpo_fast.config import Config, ConfigError
+from flowgrpo_fast.config import Config, ConfigError, SigmasConfig
 from flowgrpo_fast.engine import LORA
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
@@ -29,7 +29,6 @@ from flowgrpo_fast.rollout.in_process import InProcessRollout
 from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
 from flowgrpo_fast.rollout.vllm_omni.preflight import check_environment
 from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess, server_environment
-from flowgrpo_fast.rollout.vllm_omni.rollout import HANDSHAKE_PROMPT
 from flowgrpo_fast.rollout.vllm_omni.sync import require_bound, target_groups
 from flowgrpo_fast.rollout.weights import (
     FlatTensors,
@@ -40,7 +39,7 @@ from flowgrpo_fast.rollout.weights import (
     probe,
     require_equal_probe,
 )
-from flowgrpo_fast.rollout.wire import RemoteError, Segment, free_port
+from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, RemoteError, Segment, free_port
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
 from flowgrpo_fast.version import __version__
@@ -53,7 +52,7 @@ RANK, ALPHA = 4, 8.0
 VLLM = (
     "rollout.backend=vllm_omni",
     "rollout.server.cpu=true",
-    f"rollout.server.python={PYTHON}",
+    f"rollout.python={PYTHON}",
     "rollout.server.threads=1",
 )
 LORA_RUN = ("model.train=lora", f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}")
@@ -154,7 +153,7 @@ def test_the_engine_samples_the_same_bits(full_server: Running, case: str) -> No
     requested, params = CASES[case]
     transformer = tiny_adapter().load_transformer().eval()
     push_full(full_server.client, transformer, 1)
-    mine = InProcessRollout(tiny_adapter(), transformer, tiny_config(Path("x")).rollout.sigmas, CPU)
+    mine = InProcessRollout(tiny_adapter(), transformer, SigmasConfig(), CPU)
     requests, chosen = groups(**requested), sampling(**params)
     theirs = full_server.client.generate(requests, chosen, 1, case)
     assert_equal_batches(mine.generate(requests, chosen, 1), theirs)
@@ -164,7 +163,7 @@ def test_the_engine_samples_the_same_bits_with_lora_everywhere(lora_server: Runn
     """`all-linear`, image and text input layers included; another batch shape differs by rounding only."""
     transformer = lora_transformer()
     push_lora(lora_server.client, lora_state(transformer), 1)
-    mine = InProcessRollout(tiny_adapter(), transformer, tiny_config(Path("x")).rollout.sigmas, CPU)
+    mine = InProcessRollout(tiny_adapter(), transformer, SigmasConfig(), CPU)
     requests, chosen = groups(negative="bad"), sampling(guidance_scale=3.0)
     together = lora_server.client.generate(requests, chosen, 1, "lora")
     assert_equal_batches(mine.generate(requests, chosen, 1), together)
@@ -397,7 +396,7 @@ def test_a_lora_run_agrees_with_its_engine_to_the_last_bit(lora_server: Running,
         *by_hand(lora_server),
         *LORA_RUN,
         "model.lora.target_modules=all-linear",
-        "rollout.server.check_every=1",
+        "rollout.check_every=1",
     )
     run_trainer(config)
     rows = read_metrics(tmp_path)
@@ -418,7 +417,7 @@ def assert_same_training(a: Path, b: Path) -> None:
 
 def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_path: Path) -> None:
     """Weights in a dozen buckets, two in turn; the engine asleep while the trainer trains."""
-    several = ("rollout.server.bucket_mb=0.02", "rollout.server.colocated=true")
+    several = ("rollout.server.bucket_mb=0.02", "rollout.colocated=true")
     run_trainer(tiny_config(tmp_path / "engine", *by_hand(full_server), *several))
     run_trainer(tiny_config(tmp_path / "here"))
     assert_same_training(tmp_path / "engine", tmp_path / "here")
@@ -441,47 +440,54 @@ def test_the_gate_takes_the_trainers_log_probs_where_the_engine_is_too_far_off(
 
 
 def test_overlap_is_one_step_off_policy_and_says_so(full_server: Running, tmp_path: Path) -> None:
-    run_trainer(tiny_config(tmp_path, *by_hand(full_server), "rollout.server.overlap=true", "trainer.total_steps=4"))
+    run_trainer(tiny_config(tmp_path, *by_hand(full_server), "rollout.overlap=true", "trainer.total_steps=4"))
     rows = read_metrics(tmp_path)
     assert [row["policy/staleness"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
     assert rows[0]["policy/ratio_max_deviation"] == 0.0
     assert all(row["policy/ratio_max_deviation"] > 0 for row in rows[1:])
 
 
-def test_a_killed_server_costs_no_bits(tmp_path: Path) -> None:
-    """kill -9 in the middle of a step: the run goes on with a new server and ends with the same metrics as an undisturbed one."""
-    killed: list[int] = []
+@pytest.fixture(scope="module")
+def calm_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("calm")
+    run_trainer(tiny_config(run_dir, *LORA_RUN))
+    return run_dir
 
-    def disturbed(config: Config) -> Trainer:
-        trainer = Trainer(config, Inputs(config, 1), CPU)
-        generate = trainer.rollout.generate
 
-        def once_killed(requests: Any, params: Any, version: int) -> RolloutBatch:
-            if version == 1 and params.window_size and not killed:
-                process = trainer.rollout.owned[0].process
-                killed.append(process.process.pid)
-                threading.Timer(0.05, process.process.kill).start()
-                params = replace(params)
-            return generate(requests, params, version)
+def run_disturbed(config: Config) -> Trainer:
+    """kill -9 of the first server in the middle of the second step."""
+    trainer = Trainer(config, Inputs(config, 1), CPU)
+    generate, killed = trainer.rollout.generate, []
 
-        trainer.rollout.generate = once_killed
-        try:
-            trainer.run()
-        finally:
-            trainer.engine.close()
-            trainer.rollout.close()
-        return trainer
+    def with_a_kill(requests: Any, params: Any, version: int) -> RolloutBatch:
+        if version == 1 and params.window_size and not killed:
+            process = trainer.rollout.owned[0].process
+            killed.append(process)
+            threading.Timer(0.05, process.kill).start()
+        return generate(requests, params, version)
 
-    trainer = disturbed(tiny_config(tmp_path / "disturbed", *VLLM, *LORA_RUN))
+    trainer.rollout.generate = with_a_kill
+    try:
+        trainer.run()
+    finally:
+        trainer.engine.close()
+        trainer.rollout.close()
     assert killed
-    assert trainer.rollout.starts == 2
-    run_trainer(tiny_config(tmp_path / "calm", *LORA_RUN))
-    assert_same_training(tmp_path / "disturbed", tmp_path / "calm")
-    assert read_metrics(tmp_path / "disturbed")[-1]["rollout/server_failures"] >= 1
+    return trainer
 
-    killed.clear()
-    with pytest.raises(RuntimeError, match="more than rollout.server.max_failures 0"):
-        disturbed(tiny_config(tmp_path / "no patience", *VLLM, *LORA_RUN, "rollout.server.max_failures=0"))
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_killed_server_costs_no_bits(calm_run: Path, tmp_path: Path, replicas: int) -> None:
+    """Alone, it is replaced and the phase is sampled again; with a second one, that takes over. The metrics are those of a calm run."""
+    trainer = run_disturbed(tiny_config(tmp_path, *VLLM, *LORA_RUN, f"rollout.server.replicas={replicas}"))
+    assert trainer.rollout.starts == replicas + 1
+    assert_same_training(tmp_path, calm_run)
+    assert read_metrics(tmp_path)[-1]["rollout/server_failures"] >= 1
+
+
+def test_a_run_ends_after_too_many_failures(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="more than rollout.max_failures 0: .*exited with code -9"):
+        run_disturbed(tiny_config(tmp_path, *VLLM, *LORA_RUN, "rollout.max_failures=0"))
 
 
 def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path: Path) -> None:
@@ -490,9 +496,9 @@ def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path:
     preload()
     port = str(free_port())
     overrides = [
-        f"run_dir={tmp_path}", f"rollout.server.python={PYTHON}", "rollout.server.threads=1", "engine.threads=1", *LORA_RUN,
+        f"run_dir={tmp_path}", f"rollout.python={PYTHON}", "rollout.server.threads=1", "engine.threads=1", *LORA_RUN,
         "model.lora.target_modules=all-linear", "rollout.groups_per_batch=1", "algorithm.group_size=4", "algorithm.groups_per_step=4",
-        "optimizer.learning_rate=1e-3", "validation.num_prompts=8", "trainer.total_steps=1000", "rollout.server.check_every=1",
+        "optimizer.learning_rate=1e-3", "validation.num_prompts=8", "trainer.total_steps=1000", "rollout.check_every=1",
         "logging.samples_every=0", "logging.tensorboard=false", "trainer.save_every=0", "trainer.validate_every=0",
     ]  # fmt: skip
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -543,8 +549,8 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.server.python=/usr/bin/python3-nowhere"], "is not an executable; `make setup-vllm`"),
-        (["rollout.server.python=null"], "vllm-omni 0.30.x, which is not installed"),
+        (["rollout.python=/usr/bin/python3-nowhere"], "is not an executable; `make setup-vllm`"),
+        (["rollout.python=null"], "vllm-omni 0.30.x, which is not installed"),
         (["rollout.server.tensor_parallel_size=2"], "tensor_parallel_size 2 is larger than the 1 device"),
         (["rollout.server.cpu=false"], "needs 1 device\\(s\\), there are 0"),
         (

@@ -218,8 +218,14 @@ def _import(op: str, backend: str, device_type: str) -> Implementation | None:
 
 
 def _announce(op: str, device_type: str) -> None:
-    if (op, _current) in _announced:
+    announce_reference(op, f"no {_current!r} backend for {device_type} tensors here")
+
+
+def announce_reference(op: str, why: str) -> None:
+    """Says once per op and reason that the reference runs in place of a kernel."""
+    if (op, why) in _announced:
         return
-    _announced.add((op, _current))
-    text = f"{op}: no {_current!r} backend for {device_type} tensors here; the reference (pure torch) runs instead. Said once."
-    warnings.warn(text, BackendFallbackWarning, stacklevel=3)
+    _announced.add((op, why))
+    warnings.warn(
+        f"{op}: {why}; the reference (pure torch) runs instead. Said once.", BackendFallbackWarning, stacklevel=3
+    )

@@ -20,8 +20,16 @@ from flowgrpo_fast.ops._checks import (
     require_latents,
     require_shape,
 )
-from flowgrpo_fast.ops._reduce import lane_sum
-from flowgrpo_fast.ops._registry import register_op
+from flowgrpo_fast.ops._reduce import LANES, lane_sum
+from flowgrpo_fast.ops._registry import announce_reference, register_op
+
+
+def is_too_wide(width: int, rescale: bool) -> bool:
+    """The kernels hold a token's channels in one program. Wider ones are rescaled by the reference, which says so once."""
+    if not rescale or width <= LANES:
+        return False
+    announce_reference("cfg_combine", f"no kernel rescales tokens of more than {LANES} channels")
+    return True
 
 
 def cfg_combine_reference(v_pos: Tensor, v_neg: Tensor, scale: Tensor, rescale: bool) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flowgrpo_fast.ops._checks import optional_rows, rows_view
 from flowgrpo_fast.ops._fused import fused_loss
-from flowgrpo_fast.ops._reduce import CHUNK, LANES
-from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_combine_reference
+from flowgrpo_fast.ops._reduce import CHUNK
+from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_combine_reference, is_too_wide
 from flowgrpo_fast.ops.group_advantage import group_advantage_reference
 from flowgrpo_fast.ops.policy_loss import METRICS, entry_views, policy_loss_backward_reference
 
@@ -161,7 +161,7 @@ def _gradient(
 
 def cfg_combine(v_pos: Tensor, v_neg: Tensor, scale: Tensor, rescale: bool) -> Tensor:
     width = v_pos.shape[-1]
-    if rescale and width > LANES:
+    if is_too_wide(width, rescale):
         return cfg_combine_reference(v_pos, v_neg, scale, rescale)
     out = torch.empty(v_pos.shape, dtype=v_pos.dtype, device=v_pos.device)
     _C.cfg_combine(rows_view(v_pos), rows_view(v_neg), scale.float(), width if rescale else 0, out)
@@ -178,7 +178,7 @@ def cfg_combine_backward(
 ) -> tuple[Tensor, Tensor]:
     """dtype: that of the results, by default that of grad."""
     width = grad.shape[-1]
-    if rescale and width > LANES:
+    if is_too_wide(width, rescale):
         grad_pos, grad_neg = cfg_combine_backward_reference(grad, v_pos, v_neg, scale, rescale)
         return grad_pos.to(dtype or grad.dtype), grad_neg.to(dtype or grad.dtype)
     grad_pos, grad_neg = (_empty_gradient(grad, dtype or grad.dtype) for _ in range(2))

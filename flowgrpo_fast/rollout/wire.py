@@ -20,6 +20,7 @@ from torch import Tensor
 
 PROTOCOL = 1
 VLLM_OMNI = "0.30"
+HANDSHAKE_PROMPT = "a handshake: two characters, one image"
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)}  # fmt: skip
 
 

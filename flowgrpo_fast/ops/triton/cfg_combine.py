@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo_fast.ops._checks import optional_rows
 from flowgrpo_fast.ops._reduce import LANES
-from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_combine_reference
+from flowgrpo_fast.ops.cfg_combine import cfg_combine_backward_reference, cfg_combine_reference, is_too_wide
 from flowgrpo_fast.ops.triton._cfg import combine_backward_block, combine_block, rescaled, rescaled_backward
 from flowgrpo_fast.ops.triton._common import (
     BLOCKS_,
@@ -100,7 +100,7 @@ def _tiles(v: Tensor) -> tuple[int, int, int, int]:
 
 
 def cfg_combine(v_pos: Tensor, v_neg: Tensor, scale: Tensor, rescale: bool) -> Tensor:
-    if rescale and v_pos.shape[-1] > LANES:
+    if is_too_wide(v_pos.shape[-1], rescale):
         return cfg_combine_reference(v_pos, v_neg, scale, rescale)
     out = torch.empty(v_pos.shape, dtype=v_pos.dtype, device=v_pos.device)
     if not len(v_pos):
@@ -129,7 +129,7 @@ def cfg_combine_backward(
     rescale: bool,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if rescale and grad.shape[-1] > LANES:
+    if is_too_wide(grad.shape[-1], rescale):
         grad_pos, grad_neg = cfg_combine_backward_reference(grad, v_pos, v_neg, scale, rescale)
         return grad_pos.to(dtype or grad.dtype), grad_neg.to(dtype or grad.dtype)
     out_pos, out_neg = (torch.empty(grad.shape, dtype=dtype or grad.dtype, device=grad.device) for _ in range(2))

@@ -23,7 +23,7 @@ PINNED: dict[str, tuple[Any, str]] = {
     "custom_pipeline_args": (None, "carries this library's options"),
     "dtype": (None, "set model.dtype"),
     "tensor_parallel_size": (None, "set rollout.server.tensor_parallel_size"),
-    "enable_sleep_mode": (None, "follows rollout.server.colocated"),
+    "enable_sleep_mode": (None, "follows rollout.colocated"),
     "master_port": (None, "chosen per server"),
 }
 """Setting -> (the only value that is exact, why); None as the value: not the user's to set."""
@@ -51,7 +51,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "worker_extension_cls": "flowgrpo_fast.rollout.vllm_omni.worker.FlowGrpoWorkerExtension",
         "custom_pipeline_args": {"flowgrpo": {"sigmas": config.rollout.sigmas.model_dump()}},
         # On a CPU the engine does not start with it; the worker extension frees and restores the storages itself.
-        "enable_sleep_mode": server.colocated and not server.cpu,
+        "enable_sleep_mode": config.rollout.colocated and not server.cpu,
         "master_port": free_port(),
         **server.engine,
     }

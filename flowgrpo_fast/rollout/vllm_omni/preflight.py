@@ -16,7 +16,7 @@ from flowgrpo_fast.rollout.vllm_omni.process import server_environment
 from flowgrpo_fast.rollout.wire import VLLM_OMNI
 from flowgrpo_fast.version import __version__
 
-HINT = "`make setup-vllm` builds .venv-rollout: set rollout.server.python to its bin/python"
+HINT = "`make setup-vllm` builds .venv-rollout: set rollout.python to its bin/python"
 ASK = """
 import json
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +32,7 @@ def check(config: Config) -> None:
     """Raises ConfigError."""
     check_settings(config)
     if config.rollout.server.replicas and int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        check_environment(config.rollout.server.python)
+        check_environment(config.rollout.python)
 
 
 def check_settings(config: Config) -> None:
@@ -66,7 +66,7 @@ def check_environment(python: str | None) -> None:
     python = python or sys.executable
     found_at = shutil.which(python)
     if found_at is None:
-        raise ConfigError(f"rollout.server.python = {python!r} is not an executable; {HINT}")
+        raise ConfigError(f"rollout.python = {python!r} is not an executable; {HINT}")
     asked = subprocess.run(
         [os.path.abspath(found_at), "-c", ASK],
         capture_output=True,
@@ -75,7 +75,7 @@ def check_environment(python: str | None) -> None:
         env=server_environment(os.environ, None, 1),
     )
     if asked.returncode != 0:
-        raise ConfigError(f"rollout.server.python = {python!r} does not run: {asked.stderr.strip()[-300:]}; {HINT}")
+        raise ConfigError(f"rollout.python = {python!r} does not run: {asked.stderr.strip()[-300:]}; {HINT}")
     found = json.loads(asked.stdout)
     for package in ("vllm-omni", "vllm"):
         if not (found[package] or "").startswith(f"{VLLM_OMNI}."):

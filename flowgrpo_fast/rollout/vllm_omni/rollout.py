@@ -26,10 +26,9 @@ from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams, ServerLos
 from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
 from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
 from flowgrpo_fast.rollout.vllm_omni.sync import WeightSync
-from flowgrpo_fast.rollout.wire import VLLM_OMNI, RemoteError, WireError
+from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, VLLM_OMNI, RemoteError, WireError
 from flowgrpo_fast.version import __version__
 
-HANDSHAKE_PROMPT = "a handshake: two characters, one image"
 REQUEST_RETRIES = 2
 T = TypeVar("T")
 
@@ -69,7 +68,7 @@ class VllmOmniRollout:
             except ServerLostError:
                 self.failures += 1
         yield
-        if self.settings.colocated:
+        if self.config.rollout.colocated:
             self._collectively(lambda: [c.call("sleep") for c in self.owned if c.lost is None])
             self._asleep = True
 
@@ -98,7 +97,7 @@ class VllmOmniRollout:
             client = self._reserve()
             try:
                 batch = client.generate(requests, sampling, policy_version, key)
-                self._check_reply(batch, requests, policy_version)
+                check_reply(batch, requests, policy_version)
                 break
             except ServerLostError as error:
                 self._count_failure(error)
@@ -118,14 +117,14 @@ class VllmOmniRollout:
 
     def recover(self) -> None:
         """Replaces lost servers. Their weights are as old as their checkpoint: the next phase sends them anew. Raises RuntimeError, on all
-        ranks, after rollout.server.max_failures."""
+        ranks, after rollout.max_failures."""
         found = comm.gather_objects((self.failures, {c.address: c.lost for c in self.clients if c.lost is not None}))
         self.failures = max(failures for failures, _ in found)
         lost = {address: reason for _, addresses in found for address, reason in addresses.items()}
         # What one rank has lost is lost for all, or its owner would not replace it.
         for client in self.clients:
             client.lost = client.lost or lost.get(client.address)
-        if self.failures > self.settings.max_failures:
+        if self.failures > self.config.rollout.max_failures:
             raise RuntimeError(self._too_many(f"lost {', '.join(lost.values())}"))
         if comm.rank() == 0:
             print(f"starting another rollout server: {'; '.join(lost.values())}", flush=True)
@@ -133,7 +132,7 @@ class VllmOmniRollout:
         self.version = None
 
     def _too_many(self, last: str) -> str:
-        return f"{self.failures} failures of rollout servers, more than rollout.server.max_failures {self.settings.max_failures}: {last}"
+        return f"{self.failures} failures of rollout servers, more than rollout.max_failures {self.config.rollout.max_failures}: {last}"
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -185,7 +184,7 @@ class VllmOmniRollout:
                 devices = all_devices[replica * s.tensor_parallel_size : (replica + 1) * s.tensor_parallel_size]
             self.starts += 1
             log = config_path.parent / f"server-{os.uname().nodename}-{replica}-{self.starts}.log"
-            processes.append(ServerProcess(s.python, config_path, log, replica, devices, threads))
+            processes.append(ServerProcess(self.config.rollout.python, config_path, log, replica, devices, threads))
         return processes
 
     def _shake_hands(self, clients: list[ServerClient]) -> None:
@@ -222,19 +221,10 @@ class VllmOmniRollout:
             client.in_flight += 1
             return client
 
-    def _check_reply(self, batch: RolloutBatch, requests: Sequence[RolloutRequest], policy_version: int) -> None:
-        batch.validate()
-        if batch.policy_version != policy_version:
-            raise BatchError(
-                f"policy_version: the reply was made by {batch.policy_version}, asked for was {policy_version}"
-            )
-        if not torch.equal(batch.sample_id, torch.cat([r.sample_id for r in requests])):
-            raise BatchError("sample_id: the reply holds other samples than were asked for")
-
     def _count_failure(self, error: Exception) -> None:
         with self._lock:
             self.failures += 1
-        if self.failures > self.settings.max_failures:
+        if self.failures > self.config.rollout.max_failures:
             raise RuntimeError(self._too_many(str(error))) from error
 
     def _collectively(self, work: Callable[[], T]) -> T:
@@ -247,6 +237,17 @@ class VllmOmniRollout:
             failure = error
         comm.agree(failure, self.device, ServerLostError)
         return result
+
+
+def check_reply(batch: RolloutBatch, requests: Sequence[RolloutRequest], policy_version: int) -> None:
+    """Raises BatchError for a reply that is broken, stale, or another one's."""
+    batch.validate()
+    if batch.policy_version != policy_version:
+        raise BatchError(
+            f"policy_version: the reply was made by {batch.policy_version}, asked for was {policy_version}"
+        )
+    if not torch.equal(batch.sample_id, torch.cat([r.sample_id for r in requests])):
+        raise BatchError("sample_id: the reply holds other samples than were asked for")
 
 
 def request_key(requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int) -> str:

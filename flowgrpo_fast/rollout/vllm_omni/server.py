@@ -36,13 +36,21 @@ from flowgrpo_fast.rollout import cuda_ipc
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
 from flowgrpo_fast.rollout.vllm_omni.engine_settings import engine_settings
 from flowgrpo_fast.rollout.weights import FlatTensors
-from flowgrpo_fast.rollout.wire import DTYPES, Message, Segment, WireError, decode, encode, unpack_tensors
+from flowgrpo_fast.rollout.wire import (
+    DTYPES,
+    HANDSHAKE_PROMPT,
+    Message,
+    Segment,
+    WireError,
+    decode,
+    encode,
+    unpack_tensors,
+)
 from flowgrpo_fast.version import __version__
 
 HEARTBEAT_TIMEOUT_S = 60.0
 REPLY_TENSORS = ("probe", "input_ids")
 PACKAGES = ("torch", "vllm", "vllm-omni", "diffusers", "transformers")
-HANDSHAKE_PROMPT = "a handshake: two characters, one image"
 
 
 class StaleVersionError(RuntimeError):
