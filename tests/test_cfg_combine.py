@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
 from util import DTYPES, assert_as_accurate, assert_batch_invariant, assert_same_bits, column, randn, scrambled
 
-from flowgrpo_fast.ops import cfg_combine
+from flowgrpo_fast.ops import _registry, cfg_combine, use_backend
 
 OP = torch.ops.flowgrpo_fast
 SHAPES = ((3, 1), (2, 5), (2, 6, 3), (3, 4, 64), (2, 3, 4, 5), (1, 33, 7))
@@ -92,7 +94,7 @@ def test_row_6_half_precision_norms_do_not_overflow() -> None:
     assert_same_bits(cfg_combine(pos, neg, 1.5, rescale=True), pos)
 
 
-@pytest.mark.parametrize(("tokens", "length"), [(3, 1), (3, 37), (1, 40000)])
+@pytest.mark.parametrize(("tokens", "length"), [(3, 1), (3, 37), (1, 1024)])
 def test_batch_invariance_forward_and_backward(tokens: int, length: int) -> None:
     pos, neg = randn((33, tokens, length), 1), randn((33, tokens, length), 2)
     scale = 1.0 + torch.arange(33) / 8
@@ -104,6 +106,20 @@ def test_batch_invariance_forward_and_backward(tokens: int, length: int) -> None
         return out.detach(), *(leaf.grad for leaf in leaves)
 
     assert_batch_invariant(op)
+
+
+def test_wider_tokens_than_the_kernels_hold_are_said_once(op_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference rescales them: as exact, and announced."""
+    monkeypatch.setattr(_registry, "_announced", set())
+    pos, neg = randn((2, 3, 1025), 1), randn((2, 3, 1025), 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = [cfg_combine(pos, neg, 2.0, rescale=True) for _ in range(2)]
+    with use_backend("reference"):
+        expected = cfg_combine(pos, neg, 2.0, rescale=True)
+    assert all(torch.equal(result, expected) for result in results)
+    texts = [str(warning.message) for warning in caught]
+    assert [("more than 1024 channels" in text) for text in texts] == ([] if op_backend == "reference" else [True])
 
 
 @pytest.mark.parametrize("rescale", [False, True])

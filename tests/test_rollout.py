@@ -189,6 +189,8 @@ def test_rewards_overlap_with_generation() -> None:
     inner = tiny_rollout()
 
     class Recording:
+        concurrency = 1
+
         def generate(self, requests, params, version):
             batch = inner.generate(requests, params, version)
             finished.append(time.perf_counter())
@@ -236,6 +238,8 @@ def test_second_turns_are_batched_by_group_whatever_the_rewards_took() -> None:
     inner = tiny_rollout()
 
     class Recording:
+        concurrency = 1
+
         def generate(self, requests, params, version):
             seen.append([r.group_id for r in requests])
             return inner.generate(requests, params, version)
@@ -277,6 +281,8 @@ def test_negative_prompts_may_differ_between_groups() -> None:
 
 def test_an_error_in_generation_reaches_the_caller() -> None:
     class Broken:
+        concurrency = 1
+
         def generate(self, requests, params, version):
             raise NonFiniteError("sample 3")
 
@@ -292,6 +298,8 @@ def test_queue_batches_do_not_depend_on_reward_times() -> None:
     inner = tiny_rollout()
 
     class Recording:
+        concurrency = 1
+
         def generate(self, requests, params, version):
             sizes.append([r.group_id for r in requests])
             return inner.generate(requests, params, version)

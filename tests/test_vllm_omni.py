@@ -426,8 +426,8 @@ def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_
 def test_the_gate_takes_the_trainers_log_probs_where_the_engine_is_too_far_off(
     full_server: Running, tmp_path: Path
 ) -> None:
-    """Another batch shape: 1e-7 apart. Too far for a clip range of 1e-7, near enough for one of 1e-3."""
-    shape = (*by_hand(full_server), "engine.micro_batch_size=2", "trainer.total_steps=1", "data.validation=null")
+    """Samples one by one: 1e-7 apart. Too far for a clip range of 1e-7, near enough for one of 1e-3."""
+    shape = (*by_hand(full_server), "engine.micro_batch_size=1", "trainer.total_steps=1", "data.validation=null")
     for clip, trusted in ((1e-7, False), (1e-3, True)):
         run_dir = tmp_path / str(clip)
         run_trainer(tiny_config(run_dir, *shape, f"algorithm.clip_low={clip}", f"algorithm.clip_high={clip}"))
@@ -517,7 +517,7 @@ def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path:
         for row in rows:
             assert all(math.isfinite(row[name]) for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"))
             assert row["rollout/probe_difference"] < 1e-4
-            assert row["rollout/bound_modules"] > 50
+            assert row["rollout/bound_modules"] == 48  # linear layers of glyphs
             assert row["agreement/log_ratio_max"] < 1e-6
         servers = children_of(ranks[0].pid)
         assert servers

@@ -165,7 +165,10 @@ class VllmOmniRollout:
         fresh = [ServerClient(a, started.get(a), self.settings.request_timeout_s, self.device) for a in new]
         self.clients = [c for c in self.clients if c.lost is None] + fresh
         self.owned = [c for c in self.clients if c in alive or c.address in mine]
-        self._collectively(lambda: self._shake_hands(fresh))
+        # Owners first: they see a server that died while starting at once; the other ranks would wait for its time-out.
+        self._collectively(lambda: self._shake_hands([c for c in fresh if c in self.owned]))
+        self._collectively(lambda: self._shake_hands([c for c in fresh if c not in self.owned]))
+        self._collectively(lambda: [c.call("wake") for c in fresh if c in self.owned])
 
     def _spawn(self, running: set[int]) -> list[ServerProcess]:
         """The replicas of this node that do not run. Only its first rank has any."""

@@ -83,7 +83,7 @@ class RolloutServer:
     def __init__(self, config: Config, address: str, heartbeat: float | None) -> None:
         self.config, self.address, self.heartbeat = config, address, heartbeat
         self.policy_version: int | None = None
-        self.has_lora = False
+        self.has_lora = self.asleep = False
         self.replies: dict[int, Segment | Tensor] = {}  # taken by a client, not yet released
         self.reply_count = 0
         self.last_heard = time.monotonic()
@@ -248,6 +248,7 @@ class RolloutServer:
 
     async def _sleep(self, _: Message) -> Message:
         await self.engine.pause_generation(mode="keep")
+        self.asleep = True
         if self.config.rollout.server.cpu:
             await self._rpc("flowgrpo_free_weights")
         else:
@@ -255,12 +256,16 @@ class RolloutServer:
         return Message({})
 
     async def _wake(self, _: Message) -> Message:
+        """Nothing to do for an engine that is awake: a trainer that has just connected need not know."""
+        if not self.asleep:
+            return Message({})
         if self.config.rollout.server.cpu:
             await self._rpc("flowgrpo_restore_weights")
         else:
             # The whole engine: after tags=["weights"] it would still count as asleep and refuse requests.
             require_success(await self.engine.wake_up(), "wake_up")
         await self.engine.resume_generation()
+        self.asleep = False
         return Message({})
 
     async def _shutdown(self, _: Message) -> Message:
