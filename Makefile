@@ -71,8 +71,8 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # The tables and plots of benchmarks/results. Nothing else may run beside it: about half an hour on two cores.
-bench: setup
-	for table in kernels training_step advantages exchange roofline plot; do $(BIN)/python -m benchmarks.$$table || exit 1; done
+bench: setup setup-vllm
+	for table in kernels training_step advantages exchange roofline rollout plot; do $(BIN)/python -m benchmarks.$$table || exit 1; done
 
 bench-quick: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable $(ARGS)

@@ -81,12 +81,13 @@ class ServerConfig(Section):
     addresses: list[str] = []
     """Servers started by hand (`python -m flowgrpo_fast.rollout.serve`), e.g. tcp://10.0.0.2:5555. Used by all nodes."""
     devices: list[int] | None = None
-    """GPUs of a node's servers, tensor_parallel_size for each replica in order; null: all that the node has, in order."""
+    """GPUs of a node's servers as CUDA_VISIBLE_DEVICES names them, tensor_parallel_size for each replica in order; null: all that the
+    trainer may see, in order."""
     tensor_parallel_size: int = Field(1, ge=1)
     cpu: bool = False
     """Run the engine on the CPU: for tests and laptops."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of a server; null: all cores."""
+    """CPU threads of a server; null: all cores, divided by the replicas."""
     start_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(1800.0, gt=0)
     bucket_mb: float = Field(512.0, gt=0)
@@ -103,7 +104,7 @@ class RolloutConfig(Section):
     colocated: bool = False
     """The servers share the trainer's GPUs: they sleep while it trains."""
     overlap: bool = False
-    """Sample step t + 1 while step t is trained: one step off-policy, corrected by the ratio."""
+    """Sample step t + 1 while step t is trained: one step off-policy, corrected by the ratio to the rollout's own log-probs."""
     check_every: int = Field(50, ge=1)
     """Replay some samples in the trainer at the first step and every so many steps: the agreement gate."""
     max_failures: int = Field(5, ge=0)
@@ -145,7 +146,8 @@ class AlgorithmConfig(Section):
     log_prob_reduction: Literal["mean", "sum"] = "mean"
     old_log_probs: Literal["auto", "rollout", "trainer"] = "auto"
     """`rollout`: those of the rollout. `trainer`: recomputed here (on-policy: the current ones, detached).
-    `auto`: the rollout's where the replay has the rollout's batch shape, the trainer's elsewhere."""
+    `auto`: in process, the rollout's where the replay has the rollout's batch shape, the trainer's elsewhere; with vllm-omni, the
+    rollout's while the agreement gate finds them within a tenth of the clip range."""
 
 
 class RewardConfig(Section):
@@ -240,6 +242,10 @@ class Config(Section):
         if rollout.overlap and rollout.backend == "in_process":
             raise ValueError(
                 "rollout.overlap needs servers that sample while the trainer trains: rollout.backend vllm_omni"
+            )
+        if rollout.overlap and self.algorithm.old_log_probs == "trainer":
+            raise ValueError(
+                "rollout.overlap needs the rollout's own log-probs for its correction; algorithm.old_log_probs trainer would leave the ratio at 1"
             )
         if rollout.overlap and rollout.colocated:
             raise ValueError(

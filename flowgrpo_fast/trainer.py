@@ -82,6 +82,15 @@ class Trainer:
 
     def run(self) -> dict[str, float]:
         """Trains to trainer.total_steps. Returns the last validation's metrics; summary.json and report.html are written by rank 0."""
+        try:
+            return self._run()
+        finally:
+            self.rollout.cancel()
+            self._background.shutdown()
+            self.rollout.close()
+            self.inputs.rewards.close()
+
+    def _run(self) -> dict[str, float]:
         t, began = self.config.trainer, time.perf_counter()
         if self.state.step >= t.total_steps and (self.run_dir / "summary.json").is_file():
             if self.is_main:
@@ -125,8 +134,6 @@ class Trainer:
             after = self._validate(self.state.step, "after")
         self._export()
         self._summarise(before, after, first_ratio, time.perf_counter() - began)
-        self.inputs.rewards.close()
-        self.rollout.close()
         return after
 
     def _step(self, step: int) -> dict[str, float]:
@@ -195,8 +202,8 @@ class Trainer:
                 error = problem
             if comm.all_ok(error is None, self.device):
                 return result
+            # A lost server: the step is sampled now, with the weights of now.
             comm.agree(None if isinstance(error, ServerLostError) else error, self.device)
-            self.rollout.recover()
         sampling = sampling_params(self.config, self.plan.window)
         return self._rollout(self._tasks(step), sampling, self.config.rollout.groups_per_batch)
 
@@ -224,7 +231,6 @@ class Trainer:
                     error = problem
             if comm.all_ok(not isinstance(error, ServerLostError), self.device):
                 break
-            self.rollout.recover()
         comm.agree(error, self.device)
         assert result is not None
         return result

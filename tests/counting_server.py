@@ -52,6 +52,8 @@ def install() -> None:
     # ndarray.tolist cannot be patched; a tensor gets there through numpy() only.
     assert numpy.ndarray.tolist
     signal.signal(signal.SIGUSR1, report)
+    # One of each on purpose: the test sees that they are counted.
+    pickle.loads(pickle.dumps(torch.ones(1).tolist()))
 
 
 if __name__ == "__main__":

@@ -190,6 +190,7 @@ def test_rewards_overlap_with_generation() -> None:
 
     class Recording:
         concurrency = 1
+        cancel = staticmethod(lambda: None)
 
         def generate(self, requests, params, version):
             batch = inner.generate(requests, params, version)
@@ -239,6 +240,7 @@ def test_second_turns_are_batched_by_group_whatever_the_rewards_took() -> None:
 
     class Recording:
         concurrency = 1
+        cancel = staticmethod(lambda: None)
 
         def generate(self, requests, params, version):
             seen.append([r.group_id for r in requests])
@@ -282,6 +284,7 @@ def test_negative_prompts_may_differ_between_groups() -> None:
 def test_an_error_in_generation_reaches_the_caller() -> None:
     class Broken:
         concurrency = 1
+        cancel = staticmethod(lambda: None)
 
         def generate(self, requests, params, version):
             raise NonFiniteError("sample 3")
@@ -299,6 +302,7 @@ def test_queue_batches_do_not_depend_on_reward_times() -> None:
 
     class Recording:
         concurrency = 1
+        cancel = staticmethod(lambda: None)
 
         def generate(self, requests, params, version):
             sizes.append([r.group_id for r in requests])

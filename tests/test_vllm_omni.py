@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -16,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
-from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.batch import BatchError, RolloutBatch
 from flowgrpo_fast.config import Config, ConfigError, SigmasConfig
 from flowgrpo_fast.engine import LORA
 from flowgrpo_fast.inputs import Inputs
@@ -29,6 +31,8 @@ from flowgrpo_fast.rollout.in_process import InProcessRollout
 from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
 from flowgrpo_fast.rollout.vllm_omni.preflight import check_environment
 from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess, server_environment
+from flowgrpo_fast.rollout.vllm_omni.rollout import check_identity, check_reply, visible_devices
+from flowgrpo_fast.rollout.vllm_omni.server import RolloutServer
 from flowgrpo_fast.rollout.vllm_omni.sync import require_bound, target_groups
 from flowgrpo_fast.rollout.weights import (
     FlatTensors,
@@ -39,7 +43,7 @@ from flowgrpo_fast.rollout.weights import (
     probe,
     require_equal_probe,
 )
-from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, RemoteError, Segment, free_port
+from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, RemoteError, Segment, WireError, free_port
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
 from flowgrpo_fast.version import __version__
@@ -119,9 +123,11 @@ def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
     return lora_tensors({name: p.detach() for name, p in transformer.named_parameters() if ".lora_" in name}, LORA)
 
 
-def push_lora(client: ServerClient, state: dict[str, Tensor], version: int, **changes: Any) -> dict[str, int]:
+def push_lora(client: ServerClient, state: dict[str, Tensor], version: int, **changes: Any) -> dict[str, int | None]:
     header = {"version": version, "rank": RANK, "alpha": ALPHA, **changes}
-    return client.push("lora", header, FlatTensors.pack(state, torch.float32), None)
+    bound, modules = client.push("lora", header, FlatTensors.pack(state, torch.float32), None)
+    assert modules == len(lora_modules(list(state)))
+    return bound
 
 
 def push_full(client: ServerClient, transformer: nn.Module, version: int) -> None:
@@ -273,6 +279,8 @@ def test_no_pickle_and_no_list_between_engine_and_trainer(full_server: Running) 
     push_full(full_server.client, transformer, 40)
     full_server.client.generate(groups(), sampling(), 40, "first")
     before = read_counts(full_server)
+    assert before["counts"]["Tensor.tolist"] > 0, "nothing is counted"
+    assert before["counts"]["pickle.dumps"] > 0, "nothing is counted"
     for i in range(3):
         batch = full_server.client.generate(groups(negative="bad"), sampling(guidance_scale=2.0), 40, f"counted-{i}")
         assert batch.size == 8
@@ -532,7 +540,7 @@ def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path:
         assert servers
         os.kill(ranks[0].pid, signal.SIGKILL)
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 10, "the server's death")
-        wait_for(lambda: not any(rank.is_running() for rank in ranks), 60, "the other rank's end")
+        wait_for(lambda: not any(rank.is_running() for rank in ranks), 10, "the other rank's end")
         assert {p.name for p in Path("/dev/shm").iterdir()} <= before
     finally:
         for rank in ranks:
@@ -568,6 +576,7 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
         ),
         (["rollout.server.engine={enforce_eager: false}"], "compiled blocks round differently"),
         (["rollout.server.replicas=0"], "there is no server to sample from"),
+        (["rollout.server.engine={dtype: null}"], "set model.dtype"),
     ],
 )
 def test_bad_settings_stop_before_anything_is_loaded(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -599,22 +608,110 @@ def test_the_server_has_none_of_the_launchers_variables() -> None:
         "TORCHELASTIC_RUN_ID": "x",
         "HOME": "/h",
     }
-    found = server_environment(launched, [3, 4], threads=5)
+    found = server_environment(launched, ["3", "4"], threads=5)
     assert found == {
         "HOME": "/h", "OMP_NUM_THREADS": "5", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "3,4",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.31.2"])
-def test_another_vllm_omni_is_refused_by_name(version: str, tmp_path: Path) -> None:
-    """An interpreter whose environment says that it has that version."""
+@pytest.mark.parametrize(
+    ("ours", "vllm_omni", "message"),
+    [
+        (__version__, "0.28.0", "needs vllm-omni 0.30.x, which 0.28.0 is installed"),
+        (__version__, "0.31.2", "needs vllm-omni 0.30.x, which 0.31.2 is installed"),
+        (None, "0.30.0", "has no flowgrpo_fast, the trainer is"),
+        ("0.0.1", "0.30.0", "has flowgrpo_fast 0.0.1, the trainer is"),
+    ],
+)
+def test_another_environment_is_refused_by_name(ours: str | None, vllm_omni: str, message: str, tmp_path: Path) -> None:
+    """An interpreter whose environment says that it has these versions."""
     fake = tmp_path / "python"
-    fake.write_text(
-        f"""#!/bin/sh\necho '{{"flowgrpo_fast": "{__version__}", "vllm": "{version}", "vllm-omni": "{version}"}}'\n"""
-    )
+    found = json.dumps({"flowgrpo_fast": ours, "vllm": vllm_omni, "vllm-omni": vllm_omni})
+    fake.write_text(f"#!/bin/sh\necho '{found}'\n")
     fake.chmod(0o755)
-    with pytest.raises(ConfigError, match=f"needs vllm-omni 0.30.x, which {version} is installed"):
+    with pytest.raises(ConfigError, match=message):
         check_environment(str(fake))
+
+
+def test_a_reply_for_another_version_or_of_other_samples_is_refused() -> None:
+    requests = groups()
+    mine = InProcessRollout(tiny_adapter(), tiny_adapter().load_transformer().eval(), SigmasConfig(), CPU)
+    batch = mine.generate(requests, sampling(), 3)
+    check_reply(batch, requests, 3)
+    with pytest.raises(BatchError, match="policy_version: the reply was made by 3, asked for was 4"):
+        check_reply(batch, requests, 4)
+    with pytest.raises(BatchError, match="holds other samples than were asked for"):
+        check_reply(batch, requests[::-1], 3)
+
+
+def test_the_handshake_refuses_another_version_tokenizer_or_text_encoder(full_server: Running) -> None:
+    identity = full_server.identity
+    ids, embedding = identity["input_ids"], identity["embedding"]
+    check_identity(identity, "here", ids, embedding)
+    for changed, given, message in (
+        (
+            {"versions": {**identity["versions"], "flowgrpo_fast": "0.0.1"}},
+            (ids, embedding),
+            "here runs flowgrpo_fast 0.0.1",
+        ),
+        ({"versions": {**identity["versions"], "vllm-omni": "0.28.0"}}, (ids, embedding), "here runs vllm-omni 0.28.0"),
+        ({}, (ids + 1, embedding), "tokenizes a prompt to other ids"),
+        ({}, (ids, embedding + 1), "encodes a prompt differently"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_identity({**identity, **changed}, "here", *given)
+
+
+def test_a_corrupt_or_failing_answer_is_an_error_at_the_client() -> None:
+    """A peer that answers nonsense: nothing of it is used, and nobody waits for the time-out."""
+    address = f"ipc://@flowgrpo_fast-test-{os.getpid()}"
+    peer = zmq.Context.instance().socket(zmq.ROUTER)
+    peer.bind(address)
+    client = ServerClient(address, None, timeout=20, device=CPU)
+    answers: list[tuple[list[bytes], type[Exception], str]] = [
+        ([b"{not json"], WireError, "corrupt header"),
+        ([b'{"protocol":9,"sizes":[]}'], WireError, "speaks protocol 9, this one 1"),
+        ([b'{"protocol":1,"sizes":[8],"id":3}', b"1234"], WireError, "a buffer of 8 bytes came with 4"),
+        ([b'{"protocol":1,"sizes":[],"id":null,"error":{"kind":"WireError","message":"unreadable"}}'], RemoteError, "unreadable"),
+        ([b'{"protocol":1,"sizes":[],"id":5,"error":{"kind":"EngineDeadError","message":"gone"}}'], ServerLostError, "is dead: gone"),
+    ]  # fmt: skip
+
+    def answer() -> None:
+        for frames, _, _ in answers:
+            identity, *_ = peer.recv_multipart()
+            peer.send_multipart([identity, *frames])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    for _, kind, message in answers:
+        with pytest.raises(kind, match=message):
+            client.call("ping")
+    thread.join(5)
+    peer.close(linger=0)
+    assert client.lost is not None
+
+
+def test_a_server_without_a_trainer_stops_by_itself() -> None:
+    """The heartbeat counts from the first message on, and replies that nobody takes are dropped."""
+
+    async def scenario() -> tuple[bool, bool, int]:
+        server = RolloutServer(tiny_config(Path("unused")), "", heartbeat=0.5)
+        watcher = asyncio.create_task(server._watch())
+        server.replies[1] = Segment.create(8), time.monotonic() - 3600
+        await asyncio.sleep(1.5)
+        before, kept = server.stopping.is_set(), len(server.replies)
+        server.last_heard = time.monotonic()
+        await asyncio.wait_for(server.stopping.wait(), 5)
+        watcher.cancel()
+        return before, server.stopping.is_set(), kept
+
+    assert asyncio.run(scenario()) == (False, True, 0)
+
+
+def test_servers_get_the_devices_that_the_trainer_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7f")
+    assert visible_devices(None) == ["4", "5", "GPU-7f"]
+    assert visible_devices([1, 3]) == ["1", "3"]
 
 
 def test_a_truncated_segment_is_refused() -> None:

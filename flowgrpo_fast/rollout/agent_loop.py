@@ -238,6 +238,8 @@ def run_agent_loops(
                 running = [group.create_task(one(task)) for task in tasks]
             return [task.result() for task in running], queue.last_image
         except ExceptionGroup as errors:
+            # A thread cannot be interrupted, and closing the queue waits for it.
+            await asyncio.to_thread(rollout.cancel)
             raise errors.exceptions[0] from None
         finally:
             queue.close()

@@ -42,7 +42,7 @@ class RolloutRequest:
 
 
 class Rollout(Protocol):
-    """Where samples come from. All ranks construct it and enter `phase` and `recover` together; `generate` is each rank's own."""
+    """Where samples come from. All ranks construct it and enter `phase` together; `generate` is each rank's own."""
 
     @property
     def concurrency(self) -> int:
@@ -62,8 +62,8 @@ class Rollout(Protocol):
         """
         ...
 
-    def recover(self) -> None:
-        """After a ServerLostError on any rank, before the phase is entered again."""
+    def cancel(self) -> None:
+        """Ends this rank's running calls of `generate`, from another thread: they raise."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ class Rollout(Protocol):
 
 
 class ServerLostError(RuntimeError):
-    """No rollout server answers any more. Nothing was lost: the phase is sampled again, with the same bits."""
+    """No rollout server answers any more. Nothing was lost: entering the phase again starts others, and gives the same bits."""
 
 
 class NonFiniteError(RuntimeError):

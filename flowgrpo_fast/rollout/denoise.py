@@ -12,6 +12,7 @@ from flowgrpo_fast.ops import STREAM_SDE, NoiseKey, sde_step
 from flowgrpo_fast.rollout.base import NonFiniteError, SamplingParams
 from flowgrpo_fast.schedule import sde_coefficients
 
+NOT_FINITE = "the model's velocity is not finite"  # a server's error is recognised by it
 # velocity(x [N, ...], sigma fp32 [N], rows) -> v [N, ...]; `rows` are the batch rows that x holds.
 Velocity = Callable[[Tensor, Tensor, list[int]], Tensor]
 
@@ -103,6 +104,6 @@ def _require_finite(finite: list[tuple[Tensor, Tensor, Tensor]], sample_id: Tens
         if len(bad):
             row = int(bad[0])
             raise NonFiniteError(
-                f"the model's velocity is not finite at denoising step {int(at[row])}, sample {int(sample_id[rows[row]])}"
+                f"{NOT_FINITE} at denoising step {int(at[row])}, sample {int(sample_id[rows[row]])}"
                 f" ({len(bad)} of {len(rows)} samples in that forward); a lower learning rate or bfloat16 instead of float16 are the usual cures"
             )

@@ -136,8 +136,8 @@ class InProcessRollout:
         )
         return batch.to(self.device).validate()
 
-    def recover(self) -> None:
-        """There is no server to lose."""
+    def cancel(self) -> None:
+        """What runs here ends by itself."""
 
     def metrics(self) -> dict[str, float]:
         return {}

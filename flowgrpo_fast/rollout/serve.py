@@ -19,14 +19,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="the training run's YAML file")
     parser.add_argument("--address", required=True, help="where to listen, e.g. tcp://0.0.0.0:5555")
     parser.add_argument("--parent", type=int, default=None, help="pid of the trainer that this server dies with")
-    parser.add_argument("--heartbeat", type=float, default=None, help="stop after so many seconds without a client")
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        default=60.0,
+        help="stop after so many seconds without a sign of a trainer, once there was one",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        from flowgrpo_fast.rollout.vllm_omni.preflight import check_environment, check_settings
+        from flowgrpo_fast.rollout.vllm_omni.preflight import check_environment, check_server
 
-        check_settings(config)
+        check_server(config)
         check_environment(sys.executable)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

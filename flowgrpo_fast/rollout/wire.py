@@ -41,7 +41,11 @@ class Segment:
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd, self.size = fd, size
-        self.map = mmap.mmap(fd, size)
+        try:
+            self.map = mmap.mmap(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
         self.tensor: Tensor | None = torch.frombuffer(self.map, dtype=torch.uint8, count=size)
 
     @classmethod

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.rollout import cuda_ipc
-from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams, ServerLostError
+from flowgrpo_fast.rollout.base import NonFiniteError, RolloutRequest, SamplingParams, ServerLostError
+from flowgrpo_fast.rollout.denoise import NOT_FINITE
 from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
 from flowgrpo_fast.rollout.weights import FlatTensors
 from flowgrpo_fast.rollout.wire import (
@@ -35,11 +36,11 @@ SILENCE_S = 60.0
 
 
 class ServerClient:
-    """Thread-safe: every thread has a socket of its own. `in_flight` counts the generations of this client."""
+    """Thread-safe: every thread has a socket of its own."""
 
     def __init__(self, address: str, process: ServerProcess | None, timeout: float, device: torch.device) -> None:
         self.address, self.process, self.timeout, self.device = address, process, timeout, device
-        self.in_flight = 0
+        self.running: list[str] = []  # keys of this client's generations
         self.lost: str | None = None
         self.pid: int | None = None
         self.shares_memory = self.shares_gpu = False
@@ -88,28 +89,37 @@ class ServerClient:
             "key": key,
             "reply": "gpu" if self.shares_gpu else "memory" if self.shares_memory else "frame",
         }
-        reply = self.call("generate", header, buffers)
+        try:
+            reply = self.call("generate", header, buffers)
+        except RemoteError as error:
+            if NOT_FINITE in str(error):
+                raise NonFiniteError(str(error)) from error
+            raise
         if reply.buffers:
             return RolloutBatch.unpack(reply.buffers[0])
-        if "gpu" in reply.header:
-            batch = RolloutBatch.unpack(cuda_ipc.fetch(reply.header["gpu"], self.device))
-        else:
+        try:
+            if "gpu" in reply.header:
+                return RolloutBatch.unpack(cuda_ipc.fetch(reply.header["gpu"], self.device))
             segment = Segment.open(reply.header["segment"])
             assert segment.tensor is not None
             batch = RolloutBatch.unpack(segment.tensor)
             segment.close()
-        self.call("release", {"release": reply.header["release"]})
-        return batch
+            return batch
+        finally:
+            self.call("release", {"release": reply.header["release"]})
 
-    def push(self, op: str, header: dict[str, Any], flat: FlatTensors, segment: Segment | None) -> dict[str, Any]:
-        """Weights, in `segment` where the server can map it, else as a frame. Returns the checksums of what is bound."""
+    def push(
+        self, op: str, header: dict[str, Any], flat: FlatTensors, segment: Segment | None
+    ) -> tuple[dict[str, int | None], int]:
+        """Weights, in `segment` where the server can map it, else as a frame. Returns the checksums of what is bound (None under tensor
+        parallelism) and the number of modules that are active."""
         header = {**header, "manifest": flat.manifest, "dtype": str(flat.flat.dtype).removeprefix("torch.")}
         raw = flat.flat.view(torch.uint8)
         if segment is not None and self.shares_memory:
             reply = self.call(op, {**header, "segment": segment.address(), "bytes": raw.numel()})
         else:
             reply = self.call(op, header, (raw,))
-        return reply.header["bound"]
+        return reply.header["bound"], reply.header["modules"]
 
     def probe(self) -> Tensor:
         reply = self.call("probe")
@@ -129,10 +139,13 @@ class ServerClient:
         while True:
             if socket.poll(POLL_MS):
                 reply = decode(socket.recv_multipart(copy=False))
-                if reply.header.get("id") != request_id:
-                    # The late answer to a call that had given up.
-                    continue
                 error = reply.header.get("error")
+                if reply.header.get("id") not in (request_id, None):
+                    # The late answer to a call that had given up. (None: the request could not even be read.)
+                    continue
+                if error is not None and error["kind"] == "EngineDeadError":
+                    self.lost = f"the engine of {self.address} is dead: {error['message']}"
+                    raise ServerLostError(self.lost)
                 if error is not None:
                     raise RemoteError(error["kind"], f"{op} at {self.address}: {error['message']}")
                 return reply

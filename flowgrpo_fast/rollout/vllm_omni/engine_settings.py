@@ -9,6 +9,7 @@ from flowgrpo_fast.models import resolve_model_path
 from flowgrpo_fast.rollout.vllm_omni.plugin import PIPELINES
 from flowgrpo_fast.rollout.wire import free_port
 
+OURS = object()  # not the user's to set, whatever the value
 PINNED: dict[str, tuple[Any, str]] = {
     "cache_backend": ("none", "feature caches reuse activations of earlier steps"),
     "enforce_eager": (True, "compiled blocks round differently from the trainer's"),
@@ -16,17 +17,22 @@ PINNED: dict[str, tuple[Any, str]] = {
     "quantization": (None, "other weights than the trainer's"),
     "diffusion_kv_cache_dtype": (None, "rounded keys and values"),
     "quality": (None, "lets the model choose approximations"),
+    "lora_path": (None, "adapters come from the trainer"),
+    "step_execution": (False, "the sampler runs the whole loop itself"),
     "max_num_seqs": (1, "requests batched together would change the shape of the matrix products"),
-    "output_type": ("pt", "the pipeline makes uint8 images itself"),
-    "model_class_name": (None, "the pipeline with log-probs is chosen by model.family"),
-    "worker_extension_cls": (None, "weight syncs need ours"),
-    "custom_pipeline_args": (None, "carries this library's options"),
-    "dtype": (None, "set model.dtype"),
-    "tensor_parallel_size": (None, "set rollout.server.tensor_parallel_size"),
-    "enable_sleep_mode": (None, "follows rollout.colocated"),
-    "master_port": (None, "chosen per server"),
+    "cfg_parallel_size": (1, "both branches of the guidance are one forward"),
+    "cfg_normalize": (OURS, "the trainer's own guidance runs in the engine"),
+    "output_type": (OURS, "the pipeline makes uint8 images itself"),
+    "model": (OURS, "set model.path"),
+    "model_class_name": (OURS, "the pipeline with log-probs is chosen by model.family"),
+    "worker_extension_cls": (OURS, "weight syncs need ours"),
+    "custom_pipeline_args": (OURS, "carries this library's options"),
+    "dtype": (OURS, "set model.dtype"),
+    "tensor_parallel_size": (OURS, "set rollout.server.tensor_parallel_size"),
+    "enable_sleep_mode": (OURS, "follows rollout.colocated"),
+    "master_port": (OURS, "chosen per server"),
 }
-"""Setting -> (the only value that is exact, why); None as the value: not the user's to set."""
+"""Setting -> (the only value that is exact, why)."""
 
 
 def engine_settings(config: Config) -> dict[str, Any]:
@@ -59,6 +65,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
 
 def check_engine_overrides(engine: dict[str, Any]) -> None:
     for name, value in engine.items():
-        if name in PINNED and value != (pinned := PINNED[name])[0]:
-            fix = f"remove it or set {pinned[0]!r}" if pinned[0] is not None else "remove it"
-            raise ConfigError(f"rollout.server.engine.{name} = {value!r} would break exactness ({pinned[1]}); {fix}")
+        exact, why = PINNED.get(name, (value, ""))
+        if exact is OURS or value != exact:
+            fix = "remove it" if exact is OURS else f"remove it or set {exact!r}"
+            raise ConfigError(f"rollout.server.engine.{name} = {value!r} would break exactness ({why}); {fix}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 CPU_SWITCH = "FLOWGRPO_VLLM_CPU"
-"""Set to 1 by the server where `rollout.cpu` asks for it."""
+"""Set to 1 by the server where `rollout.server.cpu` asks for it."""
 
 PIPELINES = {"qwen_image": "FlowGrpoQwenImagePipeline"}
 """Model family -> the pipeline registered for it."""

@@ -31,7 +31,7 @@ print(json.dumps(found))
 def check(config: Config) -> None:
     """Raises ConfigError."""
     check_settings(config)
-    if config.rollout.server.replicas and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if config.rollout.server.replicas:
         check_environment(config.rollout.python)
 
 
@@ -58,6 +58,17 @@ def check_settings(config: Config) -> None:
         raise ConfigError(
             f"rollout.server.replicas {s.replicas} x tensor_parallel_size {s.tensor_parallel_size} needs {wanted} device(s), there are"
             f" {available}; set rollout.server.devices, or rollout.server.cpu: true to run the engine on the CPU"
+        )
+
+
+def check_server(config: Config) -> None:
+    """For one server, on the devices that it may see."""
+    engine_settings(config)
+    server = config.rollout.server
+    available = 1 if server.cpu else torch.cuda.device_count()
+    if server.tensor_parallel_size > available:
+        raise ConfigError(
+            f"rollout.server.tensor_parallel_size {server.tensor_parallel_size} is larger than the {available} device(s) of this server"
         )
 
 

@@ -9,19 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# What launchers set for their ranks. The engine would take it for its own world.
+# What launchers set for their ranks: the engine would take it for its own world. And what would break its sleep (expandable segments).
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR",
-    "OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME", "TRITON_INTERPRET",
+    "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME", "TRITON_INTERPRET",
 )  # fmt: skip
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MPI_", "SLURM_")
-HEARTBEAT_S = 60
 STOP_TIMEOUT_S = 10
 LOG_TAIL = 2000
 
 
-def server_environment(parent: Mapping[str, str], devices: list[int] | None, threads: int) -> dict[str, str]:
+def server_environment(parent: Mapping[str, str], devices: list[str] | None, threads: int) -> dict[str, str]:
     env = {
         name: value
         for name, value in parent.items()
@@ -29,7 +28,7 @@ def server_environment(parent: Mapping[str, str], devices: list[int] | None, thr
     }
     env |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return env
 
 
@@ -45,7 +44,7 @@ class ServerProcess:
         config_path: Path,
         log: Path,
         replica: int,
-        devices: list[int] | None,
+        devices: list[str] | None,
         threads: int,
         entry: Sequence[str] = ("-m", "flowgrpo_fast.rollout.serve"),
     ) -> None:
@@ -58,7 +57,7 @@ class ServerProcess:
             self.process = subprocess.Popen(
                 [
                     self.python, *entry, "--config", str(config_path), "--address", self.address,
-                    "--parent", str(os.getpid()), "--heartbeat", str(HEARTBEAT_S),
+                    "--parent", str(os.getpid()),
                 ],
                 env=server_environment(os.environ, devices, threads),
                 stdin=subprocess.DEVNULL,

@@ -10,17 +10,19 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from flowgrpo_fast import comm
 from flowgrpo_fast.batch import BatchError, RolloutBatch
 from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.engine import Engine
+from flowgrpo_fast.metrics import write_atomic
 from flowgrpo_fast.models.base import ModelAdapter
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams, ServerLostError
 from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
@@ -45,6 +47,7 @@ class VllmOmniRollout:
         self.version: int | None = None
         self._asleep = False
         self._lock = threading.Lock()
+        self._cancelled = threading.Event()
         self._finished: dict[str, RolloutBatch] = {}
         self._embedding: int | None = None
         self.owned: list[ServerClient] = []
@@ -61,71 +64,88 @@ class VllmOmniRollout:
     @contextmanager
     def phase(self, policy_version: int) -> Iterator[None]:
         """Servers awake, holding the weights of `policy_version`, proven by checksums and probe. Lost ones are replaced first."""
+        self._cancelled.clear()
         while True:
             try:
                 self._prepare(policy_version)
                 break
             except ServerLostError:
-                self.failures += 1
+                # One that is known by now is counted when it is replaced.
+                self.failures += all(c.lost is None for c in self.clients)
         yield
+        # Nobody may put an engine to sleep that another rank still samples from.
+        complete = comm.all_ok(all(c.lost is None for c in self.clients), self.device)
+        if complete:
+            self._finished.clear()
         if self.config.rollout.colocated:
-            self._collectively(lambda: [c.call("sleep") for c in self.owned if c.lost is None])
             self._asleep = True
+            with suppress(ServerLostError):  # replaced at the next phase
+                self._collectively(lambda: [c.call("sleep") for c in self.owned if c.lost is None])
 
     def _prepare(self, policy_version: int) -> None:
         """ServerLostError, on all ranks, when a server goes down on the way."""
         if self._asleep:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the engine's weights need the room that this process only keeps
             self._collectively(lambda: [c.call("wake") for c in self.owned if c.lost is None])
             self._asleep = False
         if not comm.all_ok(all(c.lost is None for c in self.clients), self.device):
-            self.recover()
+            self._replace_lost()
         if self.version != policy_version:
             self.sync.push(self.owned, policy_version)
             self.version = policy_version
-            self._finished.clear()
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int
     ) -> RolloutBatch:
-        """One forward batch on the least-loaded server. A failed request is tried again; ServerLostError when no server is left."""
+        """One forward batch on the least-loaded server. A failed request is tried again; ServerLostError when no server is left.
+        What was finished before a server was lost is not sampled twice."""
         key = request_key(requests, sampling, policy_version)
         done = self._finished.get(key)
         if done is not None:
             return done
         failed = 0
         while True:
-            client = self._reserve()
+            client = self._reserve(key)
             try:
                 batch = client.generate(requests, sampling, policy_version, key)
                 check_reply(batch, requests, policy_version)
                 break
-            except ServerLostError as error:
-                self._count_failure(error)
+            except ServerLostError:
+                continue
             except (RemoteError, WireError, BatchError) as error:
                 failed += 1
-                self._count_failure(error)
-                if failed > REQUEST_RETRIES:
+                if failed > REQUEST_RETRIES or self._cancelled.is_set():
                     raise
+                self._count_failure(error)
             finally:
-                with self._lock:
-                    client.in_flight -= 1
+                self._release(client, key)
         # Images stay in shared memory, where the rewards read them; those that came by the GPU go to the host.
         assert batch.images is not None
         batch = replace(batch.to(self.device), images=batch.images.cpu())
         self._finished[key] = batch
         return batch
 
-    def recover(self) -> None:
-        """Replaces lost servers. Their weights are as old as their checkpoint: the next phase sends them anew. Raises RuntimeError, on all
-        ranks, after rollout.max_failures."""
+    def cancel(self) -> None:
+        """Ends this rank's generations: their callers get an error, and the servers are free for others."""
+        self._cancelled.set()
+        with self._lock:
+            running = [(c, key) for c in self.clients for key in c.running]
+        for client, key in running:
+            with suppress(ServerLostError, RemoteError, WireError):
+                client.call("cancel", {"key": key}, timeout=10)
+
+    def _replace_lost(self) -> None:
+        """Starts what is missing. New servers hold the checkpoint's weights: the phase sends them anew. Raises RuntimeError, on all ranks, after
+        rollout.max_failures."""
         found = comm.gather_objects((self.failures, {c.address: c.lost for c in self.clients if c.lost is not None}))
-        self.failures = max(failures for failures, _ in found)
         lost = {address: reason for _, addresses in found for address, reason in addresses.items()}
+        self.failures = max(failures for failures, _ in found) + len(lost)
         # What one rank has lost is lost for all, or its owner would not replace it.
         for client in self.clients:
             client.lost = client.lost or lost.get(client.address)
         if self.failures > self.config.rollout.max_failures:
-            raise RuntimeError(self._too_many(f"lost {', '.join(lost.values())}"))
+            raise RuntimeError(self._too_many("; ".join(lost.values())))
         if comm.rank() == 0:
             print(f"starting another rollout server: {'; '.join(lost.values())}", flush=True)
         self._start_servers()
@@ -175,54 +195,43 @@ class VllmOmniRollout:
         s = self.settings
         if int(os.environ.get("LOCAL_RANK", "0")) != 0:
             return []
-        config_path = self.run_dir / "servers" / "config.yaml"
+        node = os.uname().nodename
+        config_path = self.run_dir / "servers" / f"{node}.yaml"
         config_path.parent.mkdir(parents=True, exist_ok=True)
-        config_path.write_text(self.config.to_yaml())
-        threads = s.threads or len(os.sched_getaffinity(0))
+        write_atomic(config_path, self.config.to_yaml().encode())
+        threads = s.threads or max(1, len(os.sched_getaffinity(0)) // s.replicas)
         processes = []
         for replica in sorted(set(range(s.replicas)) - running):
             devices = None
             if not s.cpu:
-                all_devices = s.devices if s.devices is not None else list(range(torch.cuda.device_count()))
-                devices = all_devices[replica * s.tensor_parallel_size : (replica + 1) * s.tensor_parallel_size]
+                first = replica * s.tensor_parallel_size
+                devices = visible_devices(s.devices)[first : first + s.tensor_parallel_size]
             self.starts += 1
-            log = config_path.parent / f"server-{os.uname().nodename}-{replica}-{self.starts}.log"
+            log = config_path.parent / f"server-{node}-{replica}-{self.starts}.log"
             processes.append(ServerProcess(self.config.rollout.python, config_path, log, replica, devices, threads))
         return processes
 
     def _shake_hands(self, clients: list[ServerClient]) -> None:
-        for client in clients:
-            self._shake_hands_with(client)
-
-    def _shake_hands_with(self, client: ServerClient) -> None:
-        """Protocol and versions, the same token ids for the same prompt, the same embedding on every server."""
-        identity = client.hello(self.settings.start_timeout_s)
-        versions = identity["versions"]
-        if versions.get("flowgrpo_fast") != __version__:
-            raise ConfigError(
-                f"{client.address} runs flowgrpo_fast {versions.get('flowgrpo_fast')}, the trainer {__version__}: install one version in both"
-            )
-        if not versions.get("vllm-omni", "").startswith(f"{VLLM_OMNI}."):
-            raise ConfigError(f"{client.address} runs vllm-omni {versions.get('vllm-omni')}; {VLLM_OMNI}.x is needed")
         mine = self.adapter.tokenize([HANDSHAKE_PROMPT], 512).input_ids.reshape(-1)
-        if not torch.equal(mine, identity["input_ids"]):
-            raise ConfigError(
-                f"{client.address} tokenizes a prompt to other ids than the trainer: its checkpoint or its transformers {versions.get('transformers')} differs"
-            )
-        if self._embedding not in (None, identity["embedding"]):
-            raise ConfigError(
-                f"{client.address} encodes a prompt differently from the other servers: another checkpoint?"
-            )
-        self._embedding = identity["embedding"]
+        for client in clients:
+            identity = client.hello(self.settings.start_timeout_s)
+            check_identity(identity, client.address, mine, self._embedding)
+            self._embedding = identity["embedding"]
 
-    def _reserve(self) -> ServerClient:
+    def _reserve(self, key: str) -> ServerClient:
+        """The server with the fewest of this rank's requests; among equals each rank begins with another."""
         with self._lock:
             alive = [c for c in self.clients if c.lost is None]
             if not alive:
                 raise ServerLostError(f"no rollout server is left: {self.clients[-1].lost}")
-            client = min(alive, key=lambda c: c.in_flight)
-            client.in_flight += 1
+            first = comm.rank() % len(alive)
+            client = min(alive[first:] + alive[:first], key=lambda c: len(c.running))
+            client.running.append(key)
             return client
+
+    def _release(self, client: ServerClient, key: str) -> None:
+        with self._lock:
+            client.running.remove(key)
 
     def _count_failure(self, error: Exception) -> None:
         with self._lock:
@@ -240,6 +249,31 @@ class VllmOmniRollout:
             failure = error
         comm.agree(failure, self.device, ServerLostError)
         return result
+
+
+def visible_devices(chosen: list[int] | None) -> list[str]:
+    """GPUs for the servers of this node, as CUDA_VISIBLE_DEVICES names them: those chosen, else all that this process may see."""
+    if chosen is not None:
+        return [str(device) for device in chosen]
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return mine.split(",") if mine else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def check_identity(identity: dict[str, Any], address: str, input_ids: Tensor, embedding: int | None) -> None:
+    """The handshake: versions, the same token ids for the same prompt (int64 [L]), the same embedding on every server. ConfigError."""
+    versions = identity["versions"]
+    if versions.get("flowgrpo_fast") != __version__:
+        raise ConfigError(
+            f"{address} runs flowgrpo_fast {versions.get('flowgrpo_fast')}, the trainer {__version__}: install one version in both"
+        )
+    if not versions.get("vllm-omni", "").startswith(f"{VLLM_OMNI}."):
+        raise ConfigError(f"{address} runs vllm-omni {versions.get('vllm-omni')}; {VLLM_OMNI}.x is needed")
+    if not torch.equal(input_ids, identity["input_ids"]):
+        raise ConfigError(
+            f"{address} tokenizes a prompt to other ids than the trainer: its checkpoint or its transformers {versions.get('transformers')} differs"
+        )
+    if embedding not in (None, identity["embedding"]):
+        raise ConfigError(f"{address} encodes a prompt differently from the other servers: another checkpoint?")
 
 
 def check_reply(batch: RolloutBatch, requests: Sequence[RolloutRequest], policy_version: int) -> None:

@@ -48,8 +48,8 @@ from flowgrpo_fast.rollout.wire import (
 )
 from flowgrpo_fast.version import __version__
 
-HEARTBEAT_TIMEOUT_S = 60.0
-REPLY_TENSORS = ("probe", "input_ids")
+# A reply that nobody has released by then belongs to a client that is gone.
+REPLY_LIFETIME_S = 600.0
 PACKAGES = ("torch", "vllm", "vllm-omni", "diffusers", "transformers")
 
 
@@ -80,13 +80,13 @@ def installed_versions() -> dict[str, str]:
 
 
 class RolloutServer:
-    def __init__(self, config: Config, address: str, heartbeat: float | None) -> None:
+    def __init__(self, config: Config, address: str, heartbeat: float) -> None:
         self.config, self.address, self.heartbeat = config, address, heartbeat
         self.policy_version: int | None = None
         self.has_lora = self.asleep = False
-        self.replies: dict[int, Segment | Tensor] = {}  # taken by a client, not yet released
+        self.replies: dict[int, tuple[Segment | Tensor, float]] = {}  # not yet released by the client, and since when
         self.reply_count = 0
-        self.last_heard = time.monotonic()
+        self.last_heard: float | None = None  # counted from the first message on: other servers may take longer to load
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = asyncio.Event()
 
@@ -101,7 +101,6 @@ class RolloutServer:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.bind(self.address)
-        self.last_heard = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stopping.set)
         print(f"flowgrpo_fast rollout server ready at {self.address}", flush=True)
@@ -125,11 +124,14 @@ class RolloutServer:
             task.add_done_callback(self.tasks.discard)
 
     async def _watch(self) -> None:
-        while self.heartbeat is not None:
-            await asyncio.sleep(1)
-            if time.monotonic() - self.last_heard > self.heartbeat:
+        while True:
+            now = time.monotonic()
+            if self.last_heard is not None and now - self.last_heard > self.heartbeat:
                 print(f"no client for {self.heartbeat:g} s: the server stops", flush=True)
                 self.stopping.set()
+            for number in [n for n, (_, since) in self.replies.items() if now - since > REPLY_LIFETIME_S]:
+                self._drop(number)
+            await asyncio.sleep(1)
 
     async def _answer(self, identity: bytes, frames: list[Any]) -> None:
         """Every request gets exactly one answer; an error is an answer with its kind and message."""
@@ -147,7 +149,11 @@ class RolloutServer:
                 raise WireError(f"unknown operation {message.header.get('op')!r}")
             answer = await handler(message)
         except Exception as error:
-            answer = Message({"error": {"kind": type(error).__name__, "message": str(error)}})
+            kind = type(error).__name__
+            answer = Message({"error": {"kind": kind, "message": str(error)}})
+            if kind == "EngineDeadError":
+                # Nothing here can bring it back; the trainer starts another server when this one is gone.
+                asyncio.get_running_loop().call_later(1, self.stopping.set)
         await self.socket.send_multipart(
             [identity, *encode(Message({**answer.header, "id": request_id}, answer.buffers))], copy=False
         )
@@ -175,7 +181,7 @@ class RolloutServer:
         return Message(reply, (ids.reshape(-1).contiguous().view(torch.uint8),))
 
     async def _ping(self, _: Message) -> Message:
-        return Message({"policy_version": self.policy_version, "busy": len(self.tasks) - 1})
+        return Message({"policy_version": self.policy_version})
 
     async def _generate(self, message: Message) -> Message:
         from flowgrpo_fast.rollout.vllm_omni.pipeline import JOB, Job
@@ -206,17 +212,22 @@ class RolloutServer:
             return Message({}, (batch.pack().cpu(),))
         self.reply_count += 1
         if header["reply"] == "gpu":
-            self.replies[self.reply_count] = packed = batch.pack()
+            packed = batch.pack()
+            self.replies[self.reply_count] = packed, time.monotonic()
             return Message({"gpu": cuda_ipc.share(packed), "release": self.reply_count})
-        self.replies[self.reply_count] = segment = Segment.create(batch.packed_size())
+        segment = Segment.create(batch.packed_size())
         batch.pack(out=segment.tensor)
+        self.replies[self.reply_count] = segment, time.monotonic()
         return Message({"segment": segment.address(), "release": self.reply_count})
 
     async def _release(self, message: Message) -> Message:
-        reply = self.replies.pop(message.header["release"], None)
+        self._drop(message.header["release"])
+        return Message({})
+
+    def _drop(self, number: int) -> None:
+        reply, _ = self.replies.pop(number, (None, 0.0))
         if isinstance(reply, Segment):
             reply.close()
-        return Message({})
 
     async def _cancel(self, message: Message) -> Message:
         """The loop in the pipeline polls for this between steps; without it the next request would wait for the end."""
@@ -230,7 +241,7 @@ class RolloutServer:
         self.policy_version = None
         answers = await self._rpc("flowgrpo_load_lora", header["version"], lora, header["rank"], header["alpha"])
         self.policy_version, self.has_lora = header["version"], True
-        return Message({"bound": answers[0]["bound"]})
+        return Message({"bound": answers[0]["bound"], "modules": answers[0]["modules"]})
 
     async def _bucket(self, message: Message) -> Message:
         header = message.header
@@ -239,7 +250,7 @@ class RolloutServer:
         answers = await self._rpc("flowgrpo_load_bucket", flat_of(message))
         if header["last"]:
             self.policy_version = header["version"]
-        return Message({"bound": answers[0]["bound"]})
+        return Message({"bound": answers[0]["bound"], "modules": len(answers[0]["bound"])})
 
     async def _probe(self, _: Message) -> Message:
         answers = await self._rpc("flowgrpo_probe", self.policy_version if self.has_lora else None)

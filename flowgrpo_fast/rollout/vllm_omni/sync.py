@@ -70,8 +70,9 @@ class WeightSync:
                 expected = lora_checksums(flat, lora.alpha / lora.rank, self.dtype)
                 for client in owned:
                     header = {"version": version, "rank": lora.rank, "alpha": lora.alpha}
-                    require_bound(expected, client.push("lora", header, flat, segment), client.address)
-                self.bound_modules = len(lora_modules(list(expected)))
+                    bound, modules = client.push("lora", header, flat, segment)
+                    require_bound(expected, bound, client.address)
+                    self._require_modules(len(lora_modules(list(expected))), modules, client.address)
             except Exception as problem:
                 error = problem
             finally:
@@ -87,11 +88,14 @@ class WeightSync:
         error: Exception | None = None
         segments = [Segment.create(largest * self.dtype.itemsize) for _ in range(2)] if owned else []
         sending: list[Future[None] | None] = [None, None]
+        loaded: dict[str, int] = {}
 
         def send(flat: FlatTensors, expected: dict[str, int], segment: Segment, last: bool) -> None:
             for client in owned:
                 header = {"version": version, "last": last}
-                require_bound(expected, client.push("bucket", header, flat, segment), client.address)
+                bound, modules = client.push("bucket", header, flat, segment)
+                require_bound(expected, bound, client.address)
+                loaded[client.address] = loaded.get(client.address, 0) + modules
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as sender:
             for n, bucket in enumerate(cut):
@@ -117,38 +121,47 @@ class WeightSync:
                     error = error or problem
         for segment in segments:
             segment.close()
-        self.bound_modules = len(parameters)
+        try:
+            for address, count in loaded.items() if error is None else ():
+                self._require_modules(len(parameters), count, address)
+        except WeightSyncError as problem:
+            error = problem
         comm.agree(error, self.device, ServerLostError)
 
-    def _compare_probes(self, owned: list[ServerClient], what: str) -> None:
+    def _require_modules(self, expected: int, counted: int, address: str) -> None:
+        """The server's own count of LoRA modules that are active, or of parameters that it loaded."""
+        self.bound_modules = counted
+        if counted != expected:
+            raise WeightSyncError(f"{address} has {counted} modules bound, {expected} were sent")
+
+    def _compare_probes(self, owned: list[ServerClient], what: str, base: Tensor | None = None) -> None:
+        """base: what the probe was before a change that both sides made; then the server's must have gone along, not only stayed near."""
         mine = probe(self.adapter, self.engine, self.device)
         error: Exception | None = None
         try:
             for client in owned:
                 difference = require_equal_probe(mine, client.probe(), self.dtype, f"{client.address}, {what}")
+                if base is not None:
+                    require_moved(base, mine, client.probe(), f"{client.address}, {what}")
                 self.last_difference = max(difference, 0.0 if client is owned[0] else self.last_difference)
         except Exception as problem:
             error = problem
         comm.agree(error, self.device, ServerLostError)
 
     def _test_binding(self, owned: list[ServerClient], state: dict[str, Tensor], version: int) -> None:
-        """One target group at a time: noise in its B, zero in all others, on both sides; then the probes must agree and differ from the base's."""
-        base = probe(self.adapter, self.engine, self.device)
-        for group in target_groups(list(state)):
-            test = {name: _test_values(name, t, group) for name, t in state.items()}
-            try:
-                self.engine.set_trained({name: test[short] for name, short in self._full_names(state).items()})
+        """One target group at a time: noise in its B, zero in all others, on both sides; then both probes must move away from the base's, alike."""
+        names = self._full_names(state)
+        try:
+            zero = {name: _test_values(name, t, None) for name, t in state.items()}
+            self.engine.set_trained({name: zero[short] for name, short in names.items()})
+            base = probe(self.adapter, self.engine, self.device)
+            for group in target_groups(list(state)):
+                test = {name: _test_values(name, t, group) for name, t in state.items()}
+                self.engine.set_trained({name: test[short] for name, short in names.items()})
                 self._push_lora(owned, test, version)
-                mine = probe(self.adapter, self.engine, self.device)
-                error = None
-                if torch.equal(mine, base):
-                    error = WeightSyncError(
-                        f"LoRA target {group!r}: noise in it does not change the trainer's own output"
-                    )
-                comm.agree(error, self.device, ServerLostError)
-                self._compare_probes(owned, f"LoRA target {group!r} with noise in it")
-            finally:
-                self.engine.set_trained({name: state[short] for name, short in self._full_names(state).items()})
+                self._compare_probes(owned, f"LoRA target {group!r} with noise in it", base)
+        finally:
+            self.engine.set_trained({name: state[short] for name, short in names.items()})
 
     def _full_names(self, state: dict[str, Tensor]) -> dict[str, str]:
         """PEFT's parameter name -> the name in `state`."""
@@ -166,7 +179,7 @@ def _group(module: str) -> str:
     return module if at is None else ".".join(parts[at + 1 :])
 
 
-def _test_values(name: str, tensor: Tensor, group: str) -> Tensor:
+def _test_values(name: str, tensor: Tensor, group: str | None) -> Tensor:
     """lora_A as it is; lora_B noise in the group, zero elsewhere. The same on every rank."""
     if ".lora_A." in name:
         return tensor
@@ -181,14 +194,23 @@ def _typed(segment: Segment, dtype: torch.dtype) -> Tensor:
     return segment.tensor.view(dtype)
 
 
-def require_bound(expected: dict[str, int], bound: dict[str, int], address: str) -> None:
-    """Every name acknowledged, every checksum equal."""
+def require_moved(base: Tensor, mine: Tensor, theirs: Tensor, what: str) -> None:
+    """Raises WeightSyncError where the server's probe stayed at the base's: a layer that is bound and not in the path of the forward."""
+    moved, apart = float((mine - base).abs().max()), float((mine - theirs).abs().max())
+    if not apart < 0.5 * moved:
+        raise WeightSyncError(
+            f"{what}: the trainer's probe moved by {moved:.3g}, the server's is {apart:.3g} away from it: it does not use these layers"
+        )
+
+
+def require_bound(expected: dict[str, int], bound: dict[str, int | None], address: str) -> None:
+    """Every name acknowledged, every checksum equal (None: under tensor parallelism there is none)."""
     missing = sorted(expected.keys() - bound.keys())
     if missing:
         raise WeightSyncError(
             f"{address} did not acknowledge {len(missing)} of {len(expected)} tensors, {missing[0]} among them"
         )
-    wrong = [name for name, value in expected.items() if bound[name] != value]
+    wrong = [name for name, value in expected.items() if bound[name] not in (None, value)]
     if wrong:
         raise WeightSyncError(
             f"{address} holds other bits than were sent in {len(wrong)} of {len(expected)} tensors, {wrong[0]} among them"

@@ -50,6 +50,11 @@ class FlowGrpoWorkerExtension:
     def _pipeline(self) -> FlowGrpoQwenImagePipeline:
         return self.model_runner.pipeline
 
+    @property
+    def _is_sharded(self) -> bool:
+        """Under tensor parallelism a worker holds parts: no checksum of a whole to compare, the probe is the proof."""
+        return bool(self.od_config.parallel_config.tensor_parallel_size > 1)
+
     @answered
     def flowgrpo_load_lora(self, version: int, lora: FlatTensors, rank: int, alpha: float) -> dict[str, Any]:
         """Replaces the adapter. Returns the checksum of every tensor as it is bound in the layers that forward runs through."""
@@ -69,7 +74,12 @@ class FlowGrpoWorkerExtension:
         finally:
             pipeline.staged_lora = None
         pipeline.relink_lora_layers()
-        return {"bound": {name: checksum(_bound(pipeline, pipeline.engine_name(name), t)) for name, t in lora.items()}}
+        active = (getattr(layer, "_diffusion_lora_active_slices", ()) for layer in manager._lora_modules.values())
+        bound = {
+            name: None if self._is_sharded else checksum(_bound(pipeline, pipeline.engine_name(name), tensor))
+            for name, tensor in lora.items()
+        }
+        return {"bound": bound, "modules": sum(sum(slices) for slices in active)}
 
     @answered
     def flowgrpo_load_bucket(self, bucket: FlatTensors) -> dict[str, Any]:
@@ -78,7 +88,7 @@ class FlowGrpoWorkerExtension:
         if self.lora_manager is not None and self.lora_manager.list_adapters():
             raise ValueError("LoRA layers are in place; an engine takes either LoRA or full weights")
         with torch.no_grad():
-            for name, tensor in bucket.items():
+            for name, tensor in bucket.items() if not self._is_sharded else ():
                 target = _parameter(pipeline, pipeline.engine_name(name))
                 if target.shape != tensor.shape:
                     raise ValueError(f"{name}: shape {[*tensor.shape]}, the engine has {[*target.shape]}")
@@ -87,7 +97,10 @@ class FlowGrpoWorkerExtension:
         if lost:
             raise ValueError(f"the engine did not load {', '.join(lost)}")
         return {
-            "bound": {name: checksum(_parameter(pipeline, pipeline.engine_name(name))) for name, _ in bucket.items()}
+            "bound": {
+                name: None if self._is_sharded else checksum(_parameter(pipeline, pipeline.engine_name(name)))
+                for name, _ in bucket.items()
+            }
         }
 
     @answered
