@@ -12,6 +12,7 @@ BUILT := $(VENV)/.built-$(shell cat setup.py csrc/* | sha256sum | cut -c1-16)-$(
 ROLLOUT_VENV := .venv-rollout
 ROLLOUT_PYTHON := $(CURDIR)/$(ROLLOUT_VENV)/bin/python
 ROLLOUT_REQUIREMENTS := flowgrpo_fast/rollout/vllm_omni/requirements-cpu.txt
+ROLLOUT_PACKAGES := $(ROLLOUT_VENV)/.packages-$(shell cat Makefile $(ROLLOUT_REQUIREMENTS) | sha256sum | cut -c1-16)
 ROLLOUT_STAMP := $(ROLLOUT_VENV)/.ready-$(shell cat pyproject.toml Makefile $(ROLLOUT_REQUIREMENTS) | sha256sum | cut -c1-16)
 VLLM := vllm==0.30.0 vllm-omni==0.30.0
 
@@ -38,24 +39,30 @@ $(BUILT): $(STAMP)
 setup-vllm: $(ROLLOUT_STAMP)
 
 # With a GPU, what vllm asks for. Without, its CUDA-only requirements are left out: they would be 7 GB that nothing can use.
-$(ROLLOUT_STAMP): | $(STAMP)
+$(ROLLOUT_PACKAGES):
 	rm -rf $(ROLLOUT_VENV)
 	$(PYTHON) -m venv $(ROLLOUT_VENV)
 	if command -v nvidia-smi >/dev/null; then \
-	    $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) $(VLLM) -e ".[rollout]"; \
+	    $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) setuptools $(VLLM); \
 	else \
 	    $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) torch==2.13.0 setuptools && \
 	    $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) --no-deps $(VLLM) torchvision==0.28.0 && \
-	    FLOWGRPO_BUILD_EXT=0 $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) --no-build-isolation torch==2.13.0 -r $(ROLLOUT_REQUIREMENTS) -e ".[rollout]"; \
+	    $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) torch==2.13.0 -r $(ROLLOUT_REQUIREMENTS); \
 	fi
+	touch $@
+
+# This package, after the trainer's environment has it: two editable installs at once would write the same metadata.
+$(ROLLOUT_STAMP): $(ROLLOUT_PACKAGES) | $(STAMP)
+	FLOWGRPO_BUILD_EXT=0 $(ROLLOUT_PYTHON) -m pip install $(PIP_OPTIONS) --no-build-isolation torch==2.13.0 -e ".[rollout]"
 	touch $@
 
 demo: setup
 	$(BIN)/deepspeed --num_accelerators 1 flowgrpo_fast/train.py --config configs/glyphs.yaml $(ARGS)
 
 # Two workers of one thread each, a file to a worker: 2 cores are used well, and no test waits for another's threads.
-test: $(STAMP)
-	$(MAKE) --no-print-directory -j2 lint extension $(ROLLOUT_STAMP)
+# The two environments are made side by side, too.
+test:
+	$(MAKE) --no-print-directory -j2 lint extension setup-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: setup setup-vllm
