@@ -43,6 +43,7 @@ LONGEST_FIRST = (
     "test_trainer",
     "test_aot",  # not beside test_trainer: test_launch, which would wait for the same first compilation of a DeepSpeed op
     "test_install",
+    "test_vllm_omni_faults",
     "test_vllm_omni",
     "test_launch",
     "test_backends",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 import threading
@@ -22,7 +21,7 @@ from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
 from flowgrpo_fast.batch import BatchError, RolloutBatch
-from flowgrpo_fast.config import Config, ConfigError, SigmasConfig
+from flowgrpo_fast.config import ConfigError, SigmasConfig
 from flowgrpo_fast.engine import LORA
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
@@ -43,35 +42,26 @@ from flowgrpo_fast.rollout.weights import (
     probe,
     require_equal_probe,
 )
-from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, RemoteError, Segment, WireError, free_port
-from flowgrpo_fast.train import settle_environment
+from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, RemoteError, Segment, WireError
 from flowgrpo_fast.trainer import Trainer
 from flowgrpo_fast.version import __version__
-from tests.ranks import Rank, preload, wait_for
+from tests.engines import (
+    ALPHA,
+    LORA_RUN,
+    PYTHON,
+    RANK,
+    ROOT,
+    VLLM,
+    assert_same_training,
+    distributed,
+    finish,
+    run_trainer,
+)
 from tests.tiny import CPU, request, sampling, tiny_adapter, tiny_config
 
-ROOT = Path(__file__).parents[1]
-PYTHON = os.environ.get("FLOWGRPO_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
-RANK, ALPHA = 4, 8.0
-VLLM = (
-    "rollout.backend=vllm_omni",
-    "rollout.server.cpu=true",
-    f"rollout.python={PYTHON}",
-    "rollout.server.threads=1",
-)
-LORA_RUN = ("model.train=lora", f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}")
+__all__ = ["distributed"]  # a fixture, used by name
+
 PROMPTS = ("two words", "a much longer prompt with many more words in it")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def distributed() -> Iterator[None]:
-    import deepspeed
-
-    torch.use_deterministic_algorithms(False)
-    settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
-    deepspeed.init_distributed(verbose=False)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @dataclass
@@ -384,19 +374,6 @@ def test_both_environments_tokenize_alike(lora_server: Running, full_server: Run
     assert lora_server.identity["embedding"] == full_server.identity["embedding"]
 
 
-def run_trainer(config: Config) -> Trainer:
-    return finish(Trainer(config, Inputs(config, 1), CPU))
-
-
-def finish(trainer: Trainer) -> Trainer:
-    try:
-        trainer.run()
-    finally:
-        trainer.engine.close()
-        trainer.rollout.close()
-    return trainer
-
-
 def by_hand(running: Running) -> tuple[str, ...]:
     return (*VLLM, "rollout.server.replicas=0", f"rollout.server.addresses=[{running.process.address}]")
 
@@ -418,12 +395,6 @@ def test_a_lora_run_agrees_with_its_engine_to_the_last_bit(lora_server: Running,
         assert row["rollout/probe_difference"] < 1e-4
         assert row["rollout/bound_modules"] == len(lora_state(lora_transformer())) // 2
     assert rows[-1]["reward/mean"] != rows[0]["reward/mean"]
-
-
-def assert_same_training(a: Path, b: Path) -> None:
-    for mine, theirs in zip(read_metrics(a), read_metrics(b), strict=True):
-        for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"):
-            assert mine[name] == theirs[name], name
 
 
 def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_path: Path) -> None:
@@ -466,90 +437,6 @@ def test_overlap_is_one_step_off_policy_and_says_so(full_server: Running, tmp_pa
     assert [row["policy/staleness"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
     assert rows[0]["policy/ratio_max_deviation"] == 0.0
     assert all(row["policy/ratio_max_deviation"] > 0 for row in rows[1:])
-
-
-@pytest.fixture(scope="module")
-def calm_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("calm")
-    run_trainer(tiny_config(run_dir, *LORA_RUN))
-    return run_dir
-
-
-def run_disturbed(config: Config) -> Trainer:
-    """kill -9 of the first server in the middle of the second step."""
-    trainer = Trainer(config, Inputs(config, 1), CPU)
-    generate, killed = trainer.rollout.generate, []
-
-    def with_a_kill(requests: Any, params: Any, version: int) -> RolloutBatch:
-        if version == 1 and params.window_size and not killed:
-            process = trainer.rollout.owned[0].process
-            killed.append(process)
-            threading.Timer(0.05, process.kill).start()
-        return generate(requests, params, version)
-
-    trainer.rollout.generate = with_a_kill
-    finish(trainer)
-    assert killed
-    return trainer
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_killed_server_costs_no_bits(calm_run: Path, tmp_path: Path, replicas: int) -> None:
-    """Alone, it is replaced and the phase is sampled again; with a second one, that takes over. The metrics are those of a calm run."""
-    trainer = run_disturbed(tiny_config(tmp_path, *VLLM, *LORA_RUN, f"rollout.server.replicas={replicas}"))
-    assert trainer.rollout.starts == replicas + 1
-    assert_same_training(tmp_path, calm_run)
-    assert read_metrics(tmp_path)[-1]["rollout/server_failures"] >= 1
-
-
-def test_a_run_ends_after_too_many_failures(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="more than rollout.max_failures 0: .*exited with code -9"):
-        run_disturbed(tiny_config(tmp_path, *VLLM, *LORA_RUN, "rollout.max_failures=0"))
-
-
-def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path: Path) -> None:
-    """glyphs, LoRA, ZeRO-3 on two ranks, one engine that sleeps while they train: five steps. Then kill -9 of the rank that started the server.
-    (Validation prompts are odd in number: a rank that is done first must not put the engine to sleep under the other.)"""
-    before = {p.name for p in Path("/dev/shm").iterdir()}
-    preload()
-    port = str(free_port())
-    overrides = [
-        f"run_dir={tmp_path}", f"rollout.python={PYTHON}", "rollout.server.threads=1", "engine.threads=1", *LORA_RUN,
-        "model.lora.target_modules=all-linear", "rollout.groups_per_batch=1", "algorithm.group_size=4", "algorithm.groups_per_step=4",
-        "optimizer.learning_rate=1e-3", "validation.num_prompts=7", "rollout.colocated=true", "trainer.total_steps=1000", "rollout.check_every=1",
-        "logging.samples_every=0", "logging.tensorboard=false", "trainer.save_every=0", "trainer.validate_every=0",
-    ]  # fmt: skip
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = ["--config", str(ROOT / "configs" / "glyphs_vllm_omni.yaml"), *overrides]
-    ranks = [
-        Rank(command, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}, tmp_path / f"rank{r}.log") for r in range(2)
-    ]
-    try:
-        steps = lambda: len(read_metrics(tmp_path)) if (tmp_path / "metrics.jsonl").is_file() else 0  # noqa: E731
-        ended = lambda: steps() >= 5 or not all(rank.is_running() for rank in ranks)  # noqa: E731
-        wait_for(ended, 300, "five steps")
-        output = "".join(rank.output.read_text() for rank in ranks)
-        assert steps() >= 5, output
-        rows = read_metrics(tmp_path)[:5]
-        assert [row["policy/version"] for row in rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
-        for row in rows:
-            assert all(math.isfinite(row[name]) for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"))
-            assert row["rollout/probe_difference"] < 1e-4
-            assert row["rollout/bound_modules"] == 48  # linear layers of glyphs
-            assert row["agreement/log_ratio_max"] < 1e-6
-        servers = children_of(ranks[0].pid)
-        assert servers
-        os.kill(ranks[0].pid, signal.SIGKILL)
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 10, "the server's death")
-        wait_for(lambda: not any(rank.is_running() for rank in ranks), 10, "the other rank's end")
-        assert {p.name for p in Path("/dev/shm").iterdir()} <= before
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Trainers over the real vllm-omni on the CPU, shared by test_vllm_omni.py and test_vllm_omni_faults.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo_fast.config import Config
+from flowgrpo_fast.inputs import Inputs
+from flowgrpo_fast.metrics import read_metrics
+from flowgrpo_fast.train import settle_environment
+from flowgrpo_fast.trainer import Trainer
+from tests.tiny import CPU, tiny_config
+
+ROOT = Path(__file__).parents[1]
+PYTHON = os.environ.get("FLOWGRPO_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
+RANK, ALPHA = 4, 8.0
+VLLM = (
+    "rollout.backend=vllm_omni",
+    "rollout.server.cpu=true",
+    f"rollout.python={PYTHON}",
+    "rollout.server.threads=1",
+)
+LORA_RUN = ("model.train=lora", f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed() -> Iterator[None]:
+    import deepspeed
+
+    torch.use_deterministic_algorithms(False)
+    settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
+    deepspeed.init_distributed(verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def run_trainer(config: Config) -> Trainer:
+    return finish(Trainer(config, Inputs(config, 1), CPU))
+
+
+def finish(trainer: Trainer) -> Trainer:
+    try:
+        trainer.run()
+    finally:
+        trainer.engine.close()
+        trainer.rollout.close()
+    return trainer
+
+
+def assert_same_training(a: Path, b: Path) -> None:
+    for mine, theirs in zip(read_metrics(a), read_metrics(b), strict=True):
+        for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"):
+            assert mine[name] == theirs[name], name
