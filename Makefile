@@ -66,7 +66,7 @@ test:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: setup setup-vllm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_vllm_omni.py tests/test_vllm_omni_faults.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_vllm_omni*.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -204,7 +204,7 @@ class RolloutBatch:
         if buffer.dtype != torch.uint8 or tuple(buffer.shape) != (size,):
             raise BatchError(f"pack: out is {buffer.dtype} {list(buffer.shape)}, expected torch.uint8 [{size}]")
         start = _aligned(len(head))
-        _fill(buffer, 0, head)
+        _write_head(buffer, head)
         for entry, t in zip(entries, self.tensors().values(), strict=True):
             view = _view(buffer, start, entry)
             view.copy_(t)
@@ -256,10 +256,10 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _fill(buffer: Tensor, at: int, data: bytes) -> None:
-    """Bytes into the buffer, zeros up to the next aligned offset."""
-    padded = torch.frombuffer(bytearray(data.ljust(_aligned(len(data)), b"\0")), dtype=torch.uint8)
-    buffer[at : at + len(padded)].copy_(padded)
+def _write_head(buffer: Tensor, head: bytes) -> None:
+    """Prefix and header, zeros up to the payload."""
+    padded = torch.frombuffer(bytearray(head.ljust(_aligned(len(head)), b"\0")), dtype=torch.uint8)
+    buffer[: len(padded)].copy_(padded)
 
 
 def _view(buffer: Tensor, start: int, entry: dict) -> Tensor:

@@ -6,7 +6,6 @@ import json
 import platform
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -29,6 +28,7 @@ from flowgrpo_fast.rollout.agent_loop import GroupTask, RolloutResult, make_task
 from flowgrpo_fast.rollout.base import SamplingParams, ServerLostError
 from flowgrpo_fast.rollout.build import build_rollout
 from flowgrpo_fast.schedule import draw_window_starts
+from flowgrpo_fast.version import installed_versions
 
 PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "rapidocr", "flowgrpo_fast")
 
@@ -345,7 +345,8 @@ class Trainer:
             "timing/setup_s": self.setup_seconds,
             "timing/train_s": seconds,
             "timing/total_s": self.setup_seconds + seconds,
-            "versions": {"python": platform.python_version(), "device": str(self.device)} | _versions(),
+            "versions": {"python": platform.python_version(), "device": str(self.device)}
+            | installed_versions(PACKAGES),
         }
         summary |= {f"validation/before/{name}": value for name, value in before.items()}
         summary |= {f"validation/after/{name}": value for name, value in after.items()}
@@ -377,13 +378,3 @@ def reward_metrics(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, f
         "reward/zero_std_ratio": sum(s == 0 for s in spread) / len(spread),
         "reward/invalid_ratio": float((~valid).float().mean()),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
-from tests.tiny import CPU, tiny_config
+from tests.tiny import CPU, request, tiny_config
 
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("FLOWGRPO_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
@@ -56,3 +57,10 @@ def assert_same_training(a: Path, b: Path) -> None:
     for mine, theirs in zip(read_metrics(a), read_metrics(b), strict=True):
         for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"):
             assert mine[name] == theirs[name], name
+
+
+PROMPTS = ("two words", "a much longer prompt with many more words in it")
+
+
+def groups(negative: str | None = None, starts: tuple[int, ...] = (0, 0, 1, 1), count: int = 2) -> list[Any]:
+    return [request(prompt, i, list(starts), negative) for i, prompt in enumerate(PROMPTS[:count])]

@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import socket
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo_fast.batch import DTYPES
+
 PROTOCOL = 1
 VLLM_OMNI = "0.30"
 HANDSHAKE_PROMPT = "a handshake: two characters, one image"
-DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)}  # fmt: skip
 
 
 class WireError(RuntimeError):
@@ -119,8 +121,6 @@ def _as_tensor(view: memoryview) -> Tensor:
     """uint8 [n] over a frame that nobody writes to, 16-byte aligned as RolloutBatch.unpack asks: copied only where ZeroMQ placed it otherwise."""
     if not view.nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    import warnings
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         tensor = torch.frombuffer(view, dtype=torch.uint8)

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class VllmOmniRollout:
-    """Collective: all ranks construct it, enter `phase` and `recover` together. `generate` is each rank's own and thread-safe."""
+    """Collective: all ranks construct it, enter `phase` together. `generate` is each rank's own and thread-safe."""
 
     def __init__(
         self, config: Config, adapter: ModelAdapter, engine: Engine, run_dir: Path, device: torch.device

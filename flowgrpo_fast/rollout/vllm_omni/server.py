@@ -21,7 +21,6 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ import zmq
 import zmq.asyncio
 from torch import Tensor
 
-from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.batch import DTYPES, RolloutBatch
 from flowgrpo_fast.config import Config
 from flowgrpo_fast.models.base import PromptTokens
 from flowgrpo_fast.rollout import cuda_ipc
@@ -37,7 +36,6 @@ from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
 from flowgrpo_fast.rollout.vllm_omni.engine_settings import engine_settings
 from flowgrpo_fast.rollout.weights import FlatTensors
 from flowgrpo_fast.rollout.wire import (
-    DTYPES,
     HANDSHAKE_PROMPT,
     Message,
     Segment,
@@ -46,7 +44,7 @@ from flowgrpo_fast.rollout.wire import (
     encode,
     unpack_tensors,
 )
-from flowgrpo_fast.version import __version__
+from flowgrpo_fast.version import __version__, installed_versions
 
 # A reply that nobody has released by then belongs to a client that is gone.
 REPLY_LIFETIME_S = 600.0
@@ -67,16 +65,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def installed_versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "flowgrpo_fast": __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 class RolloutServer:
@@ -161,7 +149,11 @@ class RolloutServer:
     async def _identify(self) -> dict[str, Any]:
         (check,) = await self._rpc("flowgrpo_encode_check", HANDSHAKE_PROMPT)
         return {
-            "versions": installed_versions(),
+            "versions": {
+                "python": platform.python_version(),
+                "flowgrpo_fast": __version__,
+                **installed_versions(PACKAGES),
+            },
             "pid": os.getpid(),
             "input_ids": check["input_ids"],
             "embedding": check["embedding"],

@@ -140,9 +140,10 @@ class WeightSync:
         error: Exception | None = None
         try:
             for client in owned:
-                difference = require_equal_probe(mine, client.probe(), self.dtype, f"{client.address}, {what}")
+                theirs, where = client.probe(), f"{client.address}, {what}"
+                difference = require_equal_probe(mine, theirs, self.dtype, where)
                 if base is not None:
-                    require_moved(base, mine, client.probe(), f"{client.address}, {what}")
+                    require_moved(base, mine, theirs, where)
                 self.last_difference = max(difference, 0.0 if client is owned[0] else self.last_difference)
         except Exception as problem:
             error = problem
