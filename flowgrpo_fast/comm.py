@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,21 @@ def agree(error: Exception | None, device: torch.device, shared: type[Exception]
     if error is not None:
         raise error
     raise RuntimeError("another rank failed; its own message says why")
+
+
+def together(work: Callable[[], T], device: torch.device, shared: type[Exception] | None = None) -> T:
+    """What `work` returns on this rank, once it is done on all; an error on one is raised on every rank, as `agree` says.
+
+    work: this rank's own. A collective in it would hang where another rank failed before.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    agree(failure, device, shared)
+    return result
 
 
 def barrier() -> None:

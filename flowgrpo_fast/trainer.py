@@ -64,8 +64,10 @@ class Trainer:
 
     def _open_writer(self, resumed: TrainerState | None) -> MetricsWriter | None:
         """Rank 0's metrics; every rank learns if they cannot be written."""
-        writer, error = None, None
-        if self.is_main:
+
+        def open_writer() -> MetricsWriter | None:
+            if not self.is_main:
+                return None
             try:
                 writer = MetricsWriter(
                     self.run_dir,
@@ -76,9 +78,10 @@ class Trainer:
                 )
                 (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
             except (ValueError, OSError) as problem:
-                error = ConfigError(f"run_dir {self.run_dir}: {problem}")
-        comm.agree(error, self.device)
-        return writer
+                raise ConfigError(f"run_dir {self.run_dir}: {problem}") from problem
+            return writer
+
+        return comm.together(open_writer, self.device)
 
     def run(self) -> dict[str, float]:
         """Trains to trainer.total_steps. Returns the last validation's metrics; summary.json and report.html are written by rank 0."""

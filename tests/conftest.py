@@ -6,6 +6,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,20 @@ LONGEST_FIRST = (
     "test_sde_log_prob",
     "test_flow_grpo_loss",
 )
+
+
+@pytest.fixture(scope="session")
+def process_group() -> Iterator[None]:
+    """One rank in this process. Once per test process: DeepSpeed keeps groups of the first for ever, and a second would not know them."""
+    import deepspeed
+
+    from flowgrpo_fast.train import settle_environment
+    from tests.tiny import tiny_config
+
+    settle_environment(tiny_config(Path("unused")), None)
+    deepspeed.init_distributed(verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

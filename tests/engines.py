@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,9 @@ LORA_RUN = ("model.train=lora", f"model.lora.rank={RANK}", f"model.lora.alpha={A
 
 
 @pytest.fixture(scope="module", autouse=True)
-def distributed() -> Iterator[None]:
-    import deepspeed
-
+def one_thread(process_group: None) -> None:
     torch.use_deterministic_algorithms(False)
     settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
-    deepspeed.init_distributed(verbose=False)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def run_trainer(config: Config) -> Trainer:

@@ -6,7 +6,6 @@ import json
 import math
 import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,9 @@ CLOCK = ("time", "timing/", "throughput/")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def distributed() -> Iterator[None]:
-    import deepspeed
-
+def in_one_rank(process_group: None) -> None:
     torch.use_deterministic_algorithms(False)
     settle_environment(tiny_config(Path("unused")), None)
-    deepspeed.init_distributed(verbose=False)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def train(config: Config) -> Trainer:

@@ -47,14 +47,14 @@ from tests.engines import (
     ROOT,
     VLLM,
     assert_same_training,
-    distributed,
     finish,
     groups,
+    one_thread,
     run_trainer,
 )
 from tests.tiny import CPU, sampling, tiny_adapter, tiny_config
 
-__all__ = ["distributed"]  # a fixture, used by name
+__all__ = ["one_thread"]  # a fixture, used by name
 
 
 @dataclass
@@ -386,12 +386,15 @@ def test_a_lora_run_agrees_with_its_engine_to_the_last_bit(lora_server: Running,
     assert rows[-1]["reward/mean"] != rows[0]["reward/mean"]
 
 
-def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_path: Path) -> None:
-    """Weights in a dozen buckets, two in turn; the engine asleep while the trainer trains."""
+@pytest.mark.parametrize("old_log_probs", ["rollout", "trainer"])
+def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_path: Path, old_log_probs: str) -> None:
+    """Weights in a dozen buckets, two in turn; the engine asleep while the trainer trains; two updates a rollout, the second off-policy."""
     several = ("rollout.server.bucket_mb=0.02", "rollout.colocated=true")
-    run_trainer(tiny_config(tmp_path / "engine", *by_hand(full_server), *several))
-    run_trainer(tiny_config(tmp_path / "here"))
+    updates = ("algorithm.updates_per_rollout=2", f"algorithm.old_log_probs={old_log_probs}")
+    run_trainer(tiny_config(tmp_path / "engine", *by_hand(full_server), *several, *updates))
+    run_trainer(tiny_config(tmp_path / "here", *updates))
     assert_same_training(tmp_path / "engine", tmp_path / "here")
+    assert all(row["policy/ratio_max_deviation"] > 0 for row in read_metrics(tmp_path / "engine"))
 
 
 @pytest.mark.parametrize(("clip", "trusted"), [(1e-9, False), (1e-3, True)])

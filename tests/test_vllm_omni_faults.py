@@ -18,11 +18,11 @@ from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.wire import free_port
 from flowgrpo_fast.trainer import Trainer
-from tests.engines import LORA_RUN, PYTHON, ROOT, VLLM, assert_same_training, distributed, finish, run_trainer
+from tests.engines import LORA_RUN, PYTHON, ROOT, VLLM, assert_same_training, finish, one_thread, run_trainer
 from tests.ranks import Rank, preload, wait_for
 from tests.tiny import CPU, tiny_config
 
-__all__ = ["distributed"]  # a fixture, used by name
+__all__ = ["one_thread"]  # a fixture, used by name
 
 
 @pytest.fixture(scope="module")

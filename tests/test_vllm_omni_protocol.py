@@ -27,12 +27,12 @@ from flowgrpo_fast.trainer import Trainer
 from flowgrpo_fast.version import __version__
 from tests.engines import (
     VLLM,
-    distributed,
     groups,
+    one_thread,
 )
 from tests.tiny import CPU, sampling, tiny_adapter, tiny_config
 
-__all__ = ["distributed"]  # a fixture, used by name
+__all__ = ["one_thread"]  # a fixture, used by name
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:

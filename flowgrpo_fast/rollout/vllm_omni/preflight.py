@@ -47,10 +47,7 @@ def check_settings(config: Config) -> None:
     if s.cpu:
         if torch.cuda.is_available():
             raise ConfigError("rollout.server.cpu is true, but this machine has an accelerator; set it to false")
-        if s.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"rollout.server.tensor_parallel_size {s.tensor_parallel_size} is larger than the 1 device that the CPU is"
-            )
+        _require_devices(s.tensor_parallel_size, 1)
         return
     available = len(s.devices) if s.devices is not None else torch.cuda.device_count()
     wanted = s.replicas * s.tensor_parallel_size
@@ -65,10 +62,13 @@ def check_server(config: Config) -> None:
     """For one server, on the devices that it may see."""
     engine_settings(config)
     server = config.rollout.server
-    available = 1 if server.cpu else torch.cuda.device_count()
-    if server.tensor_parallel_size > available:
+    _require_devices(server.tensor_parallel_size, 1 if server.cpu else torch.cuda.device_count())
+
+
+def _require_devices(tensor_parallel_size: int, available: int) -> None:
+    if tensor_parallel_size > available:
         raise ConfigError(
-            f"rollout.server.tensor_parallel_size {server.tensor_parallel_size} is larger than the {available} device(s) of this server"
+            f"rollout.server.tensor_parallel_size {tensor_parallel_size} is larger than the {available} device(s) of this server"
         )
 
 

@@ -240,15 +240,7 @@ class VllmOmniRollout:
             raise RuntimeError(self._too_many(str(error))) from error
 
     def _collectively(self, work: Callable[[], T]) -> T:
-        """An error on one rank is raised on all of them."""
-        result: Any = None
-        failure: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        comm.agree(failure, self.device, ServerLostError)
-        return result
+        return comm.together(work, self.device, ServerLostError)
 
 
 def visible_devices(chosen: list[int] | None) -> list[str]:

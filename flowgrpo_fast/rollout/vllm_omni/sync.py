@@ -61,23 +61,23 @@ class WeightSync:
         return lora_tensors(self.engine.trained_state(), LORA)
 
     def _push_lora(self, owned: list[ServerClient], state: dict[str, Tensor], version: int) -> None:
+        comm.together(lambda: self._send_lora(owned, state, version), self.device, ServerLostError)
+
+    def _send_lora(self, owned: list[ServerClient], state: dict[str, Tensor], version: int) -> None:
+        if not owned:
+            return
         lora = self.config.model.lora
-        error: Exception | None = None
-        if owned:
-            segment = Segment.create(4 * sum(t.numel() for t in state.values()))
-            try:
-                flat = FlatTensors.pack(state, torch.float32, out=_typed(segment, torch.float32))
-                expected = lora_checksums(flat, lora.alpha / lora.rank, self.dtype)
-                for client in owned:
-                    header = {"version": version, "rank": lora.rank, "alpha": lora.alpha}
-                    bound, modules = client.push("lora", header, flat, segment)
-                    require_bound(expected, bound, client.address)
-                    self._require_modules(len(lora_modules(list(expected))), modules, client.address)
-            except Exception as problem:
-                error = problem
-            finally:
-                segment.close()
-        comm.agree(error, self.device, ServerLostError)
+        segment = Segment.create(4 * sum(t.numel() for t in state.values()))
+        try:
+            flat = FlatTensors.pack(state, torch.float32, out=_typed(segment, torch.float32))
+            expected = lora_checksums(flat, lora.alpha / lora.rank, self.dtype)
+            for client in owned:
+                header = {"version": version, "rank": lora.rank, "alpha": lora.alpha}
+                bound, modules = client.push("lora", header, flat, segment)
+                require_bound(expected, bound, client.address)
+                self._require_modules(len(lora_modules(list(expected))), modules, client.address)
+        finally:
+            segment.close()
 
     def _push_full(self, owned: list[ServerClient], version: int) -> None:
         """Double-buffered: bucket n + 1 is gathered and copied while the servers load bucket n."""
@@ -121,12 +121,14 @@ class WeightSync:
                     error = error or problem
         for segment in segments:
             segment.close()
-        try:
-            for address, count in loaded.items() if error is None else ():
+
+        def finish() -> None:
+            if error is not None:
+                raise error
+            for address, count in loaded.items():
                 self._require_modules(len(parameters), count, address)
-        except WeightSyncError as problem:
-            error = problem
-        comm.agree(error, self.device, ServerLostError)
+
+        comm.together(finish, self.device, ServerLostError)
 
     def _require_modules(self, expected: int, counted: int, address: str) -> None:
         """The server's own count of LoRA modules that are active, or of parameters that it loaded."""
@@ -137,17 +139,16 @@ class WeightSync:
     def _compare_probes(self, owned: list[ServerClient], what: str, base: Tensor | None = None) -> None:
         """base: what the probe was before a change that both sides made; then the server's must have gone along, not only stayed near."""
         mine = probe(self.adapter, self.engine, self.device)
-        error: Exception | None = None
-        try:
+
+        def compare() -> None:
             for client in owned:
                 theirs, where = client.probe(), f"{client.address}, {what}"
                 difference = require_equal_probe(mine, theirs, self.dtype, where)
                 if base is not None:
                     require_moved(base, mine, theirs, where)
                 self.last_difference = max(difference, 0.0 if client is owned[0] else self.last_difference)
-        except Exception as problem:
-            error = problem
-        comm.agree(error, self.device, ServerLostError)
+
+        comm.together(compare, self.device, ServerLostError)
 
     def _test_binding(self, owned: list[ServerClient], state: dict[str, Tensor], version: int) -> None:
         """One target group at a time: noise in its B, zero in all others, on both sides; then both probes must move away from the base's, alike."""
