@@ -1,6 +1,6 @@
 """Checkpoints that are whole or absent: written beside, synced, renamed. The previous one survives a full disk and a kill.
 
-run_dir/checkpoints/step-000040/   config.yaml, trainer.json, state/ (DeepSpeed: trained parameters, optimizer)
+run_dir/checkpoints/step-000040/   config.yaml, trainer.json, state/ (DeepSpeed: trained parameters, optimizer), ema/
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,13 @@ import torch
 
 from flowgrpo_fast import comm
 from flowgrpo_fast.config import Config, ConfigError, load_config
-from flowgrpo_fast.engine import Engine
+from flowgrpo_fast.engine import Engine, stage
 
-# May change on resume: they decide how long and how chatty a run is, not what it computes.
-FREE_TO_CHANGE = ("run_dir", "trainer", "logging", "engine.threads", "validation.grid_images")
+# May change on resume: they decide how long and how chatty a run is, where it runs, not what it computes.
+FREE_TO_CHANGE = (
+    "run_dir", "trainer", "logging", "rewarding.patience_s", "rewarding.workers", "validation.grid_images", "engine.threads", "engine.timeout_s",
+    "engine.nvme_path", "rollout.python", "rollout.max_failures", "rollout.server",
+)  # fmt: skip
 
 
 class CheckpointError(RuntimeError):
@@ -28,12 +34,31 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the trainer needs besides the engine's state. Samplers, noise and schedules are functions of the step."""
+    """What the trainer needs besides the engine's state. Samplers, windows, noise and schedules are functions of the step."""
 
     step: int
     policy_version: int
     world_size: int
     validation_before: dict[str, float]
+    best_step: int | None = None
+    """Of the best validation so far, by trainer.best_metric; its checkpoint is kept."""
+    best_value: float | None = None
+    base_fingerprint: int = 0
+    """Of the frozen parameters, which are not in the checkpoint."""
+
+    def at(self, step: int, policy_version: int, world_size: int, validation_before: dict[str, float]) -> TrainerState:
+        return replace(
+            self,
+            step=step,
+            policy_version=policy_version,
+            world_size=world_size,
+            validation_before=validation_before,
+        )
+
+    def with_best(self, step: int, value: float | None) -> TrainerState:
+        if value is None or (self.best_value is not None and value <= self.best_value):
+            return self
+        return replace(self, best_step=step, best_value=value)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -42,12 +67,16 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
-    """`auto`: the newest of run_dir, if any; `never`: none; else that folder. Raises ConfigError where it is no checkpoint."""
+    """`auto`: the newest of run_dir that every rank sees, if any; `never`: none; else that folder. A collective.
+
+    Raises ConfigError where it is no checkpoint. On rank-local disks a kill may have left a node without the newest.
+    """
     if resume == "never":
         return None
     if resume == "auto":
-        found = checkpoints(run_dir)
-        return found[-1] if found else None
+        names = comm.gather_objects([path.name for path in checkpoints(run_dir)])
+        common = set(names[0]).intersection(*names[1:])
+        return run_dir / "checkpoints" / max(common) if common else None
     folder = Path(resume).expanduser()
     if not (folder / "trainer.json").is_file():
         raise ConfigError(
@@ -76,8 +105,10 @@ def check_resumable(folder: Path, config: Config, world_size: int) -> TrainerSta
         differing.append(
             f"trainer.total_steps: {saved['trainer.total_steps']} -> {config.trainer.total_steps} (it shapes optimizer.schedule)"
         )
-    if state.world_size != world_size:
-        differing.append(f"number of ranks: {state.world_size} -> {world_size}")
+    if state.world_size != world_size and (stage(config) < 3 or config.trainer.checkpoint_storage == "local"):
+        differing.append(
+            f"number of ranks: {state.world_size} -> {world_size} (which ZeRO stage 3 on shared storage alone can change)"
+        )
     if differing:
         raise ConfigError(
             f"{folder} was written by another run; differing: {'; '.join(differing)}. Restore these, or start anew with another"
@@ -86,57 +117,114 @@ def check_resumable(folder: Path, config: Config, world_size: int) -> TrainerSta
     return state
 
 
-def save_checkpoint(
-    engine: Engine, run_dir: Path, config: Config, state: TrainerState, keep: int, device: torch.device
-) -> Path:
-    """Every rank calls this. Raises CheckpointError alike on all ranks; the previous checkpoints are untouched then."""
+def load_checkpoint(engine: Engine, folder: Path, state: TrainerState, device: torch.device) -> None:
+    """Every rank calls this. Raises ConfigError where the base model is another one; CheckpointError where the files are not whole.
+
+    On another number of ranks the state goes through DeepSpeed's universal format, which knows trained parameters only.
+    """
+    fingerprint = engine.base_fingerprint()
+    if state.base_fingerprint != fingerprint:
+        raise ConfigError(
+            f"{folder} was trained on another base model (fingerprint {state.base_fingerprint}, model.path has {fingerprint}): its adapters"
+            " would sit on weights that they were not made for. Restore model.path, or start anew with trainer.resume=never"
+        )
+    if state.world_size == comm.world_size():
+        engine.load(folder)
+        return
+    universal = folder.with_name(f".{folder.name}.universal")
+
+    def convert() -> None:
+        if comm.rank() != 0:
+            return
+        shutil.rmtree(universal, ignore_errors=True)
+        command = [
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            "--num_extract_workers",
+            "1",
+            "--num_merge_workers",
+            "1",
+        ]
+        paths = ["--input_folder", str(folder / "state"), "--output_folder", str(universal / "state")]
+        done = subprocess.run([sys.executable, *command, *paths], capture_output=True, text=True)
+        if done.returncode:
+            raise CheckpointError(
+                f"{folder} could not be converted for {comm.world_size()} ranks: {done.stderr[-500:]}"
+            )
+
+    try:
+        comm.together(convert, device)
+        engine.load(folder, universal)
+        comm.barrier()
+    finally:
+        if comm.rank() == 0:
+            shutil.rmtree(universal, ignore_errors=True)
+
+
+def save_checkpoint(engine: Engine, run_dir: Path, config: Config, state: TrainerState, device: torch.device) -> Path:
+    """Every rank calls this. Raises CheckpointError alike on all ranks; the previous checkpoints are untouched then.
+
+    On rank-local disks the first rank of each node writes what rank 0 writes on a shared one.
+    """
     final = run_dir / "checkpoints" / f"step-{state.step:06d}"
     temporary = final.with_name(f".{final.name}.tmp")
-    failure: Exception | None = None
-    try:
-        if comm.rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            _require_space(temporary, engine)
-    except Exception as error:
-        failure = error
-    _agree(failure, final, device)
-    try:
+    local = config.trainer.checkpoint_storage == "local"
+    is_writer = comm.rank() == 0 or (local and int(os.environ.get("LOCAL_RANK", "0")) == 0)
+    state = replace(state, base_fingerprint=engine.base_fingerprint())
+
+    def as_writer(work: Callable[[], None]) -> Callable[[], None]:
+        return work if is_writer else lambda: None
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _require_space(temporary, engine)
+
+    def write() -> None:
         engine.save(temporary)
-        if comm.rank() == 0:
+        if is_writer:
             (temporary / "config.yaml").write_text(config.to_yaml())
             (temporary / "trainer.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
-    except Exception as error:
-        failure = error
-    _agree(failure, final, device, temporary)
-    try:
-        if comm.rank() == 0:
-            _sync_tree(temporary)
-            replaced = final.with_name(f".{final.name}.replaced")
-            if final.exists():
-                os.replace(final, replaced)
-            os.replace(temporary, final)
-            _sync(final.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
-            _prune(run_dir, final, keep)
-    except Exception as error:
-        failure = error
-    _agree(failure, final, device, temporary)
+
+    def put_in_place() -> None:
+        _sync_tree(temporary)
+        replaced = final.with_name(f".{final.name}.replaced")
+        if final.exists():
+            os.replace(final, replaced)
+        os.replace(temporary, final)
+        _sync(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    # The old ones go when the new one is in place on every node: all nodes have one in common at any time.
+    stages = (
+        as_writer(prepare),
+        write,
+        as_writer(put_in_place),
+        as_writer(lambda: _prune(run_dir, final, config, state)),
+    )
+    for work in stages:
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        _agree(failure, final, device, temporary if is_writer else None)
     return final
 
 
-def _prune(run_dir: Path, newest: Path, keep: int) -> None:
-    """Removes what is older than the last `keep`, and what is later than `newest`: a run resumed from an earlier step has left those behind."""
+def _prune(run_dir: Path, newest: Path, config: Config, state: TrainerState) -> None:
+    """Removes what is older than the last n and not the best, and what is later than `newest`: a run resumed from an earlier step has left those behind."""
     found = checkpoints(run_dir)
     later = [p for p in found if p.name > newest.name]
-    for old in later + [p for p in found if p not in later][:-keep]:
+    older = [p for p in found if p not in later][: -config.trainer.keep_checkpoints]
+    for old in later + [p for p in older if p.name != f"step-{state.best_step or 0:06d}"]:
         shutil.rmtree(old)
 
 
 def _agree(failure: Exception | None, final: Path, device: torch.device, temporary: Path | None = None) -> None:
     if comm.all_ok(failure is None, device):
         return
-    if temporary is not None and comm.rank() == 0:
+    if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank failed"
     previous = checkpoints(final.parent.parent)

@@ -32,6 +32,15 @@ def gather_rows(local: Tensor) -> Tensor:
     return torch.cat(parts).to(local.device, local.dtype)
 
 
+def gather_bytes(local: Tensor) -> list[Tensor]:
+    """uint8 [n] of each rank, in rank order; n may differ. On local's device."""
+    sizes = gather_rows(torch.tensor([local.numel()], device=local.device))
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=local.device)
+    padded[: local.numel()] = local
+    rows = gather_rows(padded[None])
+    return [row[: int(size)] for row, size in zip(rows, sizes, strict=True)]
+
+
 def gather_objects(local: T) -> list[T]:
     """A small Python object of each rank, in rank order."""
     if world_size() == 1:

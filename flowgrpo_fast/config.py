@@ -7,7 +7,7 @@ value and the fix. `batch_plan` is the one place where batch sizes are multiplie
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -156,6 +156,8 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = {}
     weight: float = 1.0
     label: str | None = None
+    held_out: bool = False
+    """Logged as held_out/<label> and never trained on: what improves with the trained rewards alone is reward hacking."""
 
 
 class RewardingConfig(Section):
@@ -163,6 +165,8 @@ class RewardingConfig(Section):
     """z-score each component over the batch before weighting."""
     workers: int = Field(1, ge=1)
     max_retries: int = Field(3, ge=0)
+    patience_s: float = Field(600.0, ge=0)
+    """How long to wait, with back-off, for a reward service that is down, before its samples count as failed."""
     max_failure_share: float = Field(0.1, ge=0, le=1)
     """The run stops when more than this share of a step's samples has no valid reward."""
 
@@ -182,11 +186,38 @@ class EngineConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 3
     persistence_threshold: int = Field(100_000, ge=0)
     """ZeRO-3 keeps parameters smaller than this whole on every rank instead of gathering them at each use."""
+    frozen_base: Literal["partitioned", "replicated"] = "partitioned"
+    """Of a LoRA run. `replicated`: whole on every rank, no gathers; gradients and optimizer of the adapters stay sharded (ZeRO 2)."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    """Folder on a local NVMe disk, for what is offloaded there. Needs Debian's libaio-dev."""
+    coalesce_gradients: bool | None = None
+    """Add up the gradients of all micro-batches on the rank and reduce them once an update. null: for LoRA, whose gradients are small."""
     gradient_checkpointing: bool = False
+    compile_blocks: bool = False
+    """torch.compile each transformer block. Compiled forwards round differently: old log-probs then come from the trainer."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each training forward (Ulysses): for sequences whose activations do not fit one device."""
+    deterministic: bool = False
+    """torch's deterministic algorithms everywhere; an operation that has none raises."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """A rank that makes no progress for this long ends the job with its stack."""
     micro_batch_size: int | None = Field(None, ge=1)
     """(sample, step) pairs per forward; null takes the rollout's batch, which replays it in the same shape."""
     threads: int | None = Field(None, ge=1)
     """CPU threads per rank; null takes cores / ranks."""
+
+
+class EmaConfig(Section):
+    """Exponential moving average of the trained weights, fp32, sharded like the optimizer."""
+
+    decay: float | None = Field(None, gt=0, lt=1)
+    """null: no average. flow_grpo takes 0.9 and validates with it."""
+    warmup: bool = True
+    """decay_n = min(decay, (1 + n) / (10 + n)) at update n."""
+    sample: bool = True
+    """Validation samples come from the average, and exports hold it."""
 
 
 class TrainerConfig(Section):
@@ -196,6 +227,15 @@ class TrainerConfig(Section):
     save_every: int = Field(0, ge=0)
     """In steps; 0 saves at the end only."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The newest n, and the best."""
+    best_metric: str = "reward"
+    """Of validation: its best checkpoint is kept besides the newest. Needs validate_every and save_every at the same steps."""
+    profile_steps: list[int] = []
+    """Steps (from 1) that write profile/step_*.json, a Chrome trace and peak memory."""
+    checkpoint_storage: Literal["shared", "local"] = "shared"
+    """`local`: run_dir is another disk on every node; each holds its own ranks' files, and a run resumes on the same nodes."""
+    export_every: int = Field(0, ge=0)
+    """In steps: a LoRA or a diffusers folder in export/step-*; 0: at the end only, in export/final."""
     resume: str = "auto"
     """`auto` (newest checkpoint of run_dir, if any), `never`, or a checkpoint folder."""
 
@@ -215,6 +255,10 @@ class LoggingConfig(Section):
     wandb_project: str | None = None
     samples_every: int = Field(0, ge=0)
     """Save a grid of training samples every so many steps; 0: never."""
+    prompt_samples: int = Field(12, ge=0)
+    """So many validation prompts keep a picture or video of their own at every validation: the same prompt over time."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Dense peak of one device in TFLOP/s, for throughput/mfu; null: known for NVIDIA's data-centre GPUs, else no MFU is logged."""
 
 
 class Config(Section):
@@ -228,6 +272,7 @@ class Config(Section):
     rewarding: RewardingConfig = RewardingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
+    ema: EmaConfig = EmaConfig()
     trainer: TrainerConfig = TrainerConfig()
     validation: ValidationConfig = ValidationConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -250,6 +295,20 @@ class Config(Section):
         if rollout.overlap and rollout.colocated:
             raise ValueError(
                 "rollout.overlap and rollout.colocated exclude each other: a sleeping server cannot sample"
+            )
+        engine = self.engine
+        for name, value in (("parameters", engine.offload_parameters), ("optimizer", engine.offload_optimizer)):
+            if value == "nvme" and engine.nvme_path is None:
+                raise ValueError(f"engine.offload_{name} nvme needs engine.nvme_path, a folder on a local NVMe disk")
+        if engine.offload_parameters != "none" and (engine.zero_stage < 3 or engine.frozen_base == "replicated"):
+            raise ValueError(
+                f"engine.offload_parameters {engine.offload_parameters} needs zero_stage 3 and frozen_base partitioned"
+            )
+        if engine.offload_optimizer != "none" and engine.zero_stage == 0:
+            raise ValueError("engine.offload_optimizer needs zero_stage 1, 2 or 3")
+        if engine.offload_optimizer == "nvme" and (engine.zero_stage < 3 or self.ema.decay is not None):
+            raise ValueError(
+                "engine.offload_optimizer nvme needs zero_stage 3 and ema.decay null (the average reads the master weights at every update)"
             )
         window = self.rollout.window
         if window.size is not None and window.range is not None and window.range[1] - window.range[0] < window.size:
@@ -355,8 +414,15 @@ class BatchPlan:
     micro_batches: int
     """Training forwards per optimizer update."""
     updates: int
+    sequence_parallel: int
+    """Neighbouring ranks that share each training forward, and each other's samples for it."""
     replays_rollout_shape: bool
     """Training forwards have the shape of rollout forwards, so equal weights give bit-equal log-probs."""
+
+    def shared(self) -> BatchPlan:
+        """The same work as a sequence-parallel group sees it: all its ranks' samples, together."""
+        n = self.sequence_parallel
+        return replace(self, samples=self.samples * n, micro_batches=self.micro_batches * n)
 
     def lines(self) -> list[str]:
         pairs = self.micro_batch_size * self.micro_batches
@@ -384,6 +450,9 @@ def batch_plan(config: Config, world_size: int, window: int, turns: int = 1) -> 
             f"algorithm.groups_per_step {algorithm.groups_per_step} does not divide by {world_size} rank(s) x"
             f" algorithm.updates_per_rollout {algorithm.updates_per_rollout} = {world_size * algorithm.updates_per_rollout}"
         )
+    sequence_parallel = config.engine.sequence_parallel_size
+    if world_size % sequence_parallel:
+        raise ConfigError(f"engine.sequence_parallel_size {sequence_parallel} does not divide {world_size} rank(s)")
     groups = algorithm.groups_per_step // world_size
     per_update = groups * turns // algorithm.updates_per_rollout
     if per_update % config.rollout.groups_per_batch:
@@ -409,6 +478,11 @@ def batch_plan(config: Config, world_size: int, window: int, turns: int = 1) -> 
         micro_batch_size=micro,
         micro_batches=pairs // micro,
         updates=algorithm.updates_per_rollout,
+        sequence_parallel=sequence_parallel,
         # Later turns are generated in other batches than the ones that they are replayed in.
-        replays_rollout_shape=micro == rollout_batch and turns == 1,
+        # Compiled or sequence-parallel forwards compute in other shapes than the rollout's.
+        replays_rollout_shape=micro == rollout_batch
+        and turns == 1
+        and not config.engine.compile_blocks
+        and sequence_parallel == 1,
     )

@@ -89,9 +89,10 @@ class Inputs:
         require_negative_prompts(config, self.validation_records, scale, "validation guidance_scale")
         try:
             self.rewards = RewardManager(
-                [RewardSpec(r.name, r.kwargs, r.weight, r.label) for r in config.rewards],
+                [RewardSpec(r.name, r.kwargs, r.weight, r.label, r.held_out) for r in config.rewards],
                 max_retries=config.rewarding.max_retries,
                 workers=config.rewarding.workers,
+                patience_s=config.rewarding.patience_s,
             )
         except ValueError as error:
             raise ConfigError(f"rewards: {error}") from error

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 # What a run makes out of its metrics. A new run in a used directory moves these aside, so that two runs never mix in one report.
 RUN_OUTPUTS = (
-    METRICS_FILE, "samples", "tensorboard", "summary.json", "report.html", "config.yaml", "trained.safetensors", "checkpoints",
+    METRICS_FILE, "samples", "tensorboard", "summary.json", "report.html", "config.yaml", "export", "profile", "checkpoints",
 )  # fmt: skip
 
 

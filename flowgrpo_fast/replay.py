@@ -18,13 +18,14 @@ from flowgrpo_fast.algorithms import Algorithm, LossInputs
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.config import BatchPlan, Config
 from flowgrpo_fast.engine import Engine
+from flowgrpo_fast.lifetime import alive
 from flowgrpo_fast.models.base import ModelAdapter, PromptEmbeds
 from flowgrpo_fast.ops import sde_log_prob
 from flowgrpo_fast.rollout.base import NonFiniteError
 from flowgrpo_fast.schedule import StepCoefficients, sde_coefficients
 
 # How a metric of micro-batches (and ranks) becomes one number; everything else is a mean weighted by kept pairs.
-SUMMED = ("loss", "kl", "kept")
+SUMMED = {"loss", "kl", "kept"}
 # Divided by kept pairs per rank, as the gradient wants it; their sum over ranks is then world_size times too large.
 AVERAGED_OVER_RANKS = {"loss", "kl"}
 MAXIMUM = ("ratio_max_deviation", "rollout_log_ratio_max")
@@ -81,6 +82,7 @@ class Replay:
         algorithm: Algorithm,
         batch: RolloutBatch,
     ) -> None:
+        """plan, batch: of this rank, or of its sequence-parallel group: `BatchPlan.shared`, `share_batch`."""
         self.config, self.plan, self.adapter, self.engine, self.algorithm = config, plan, adapter, engine, algorithm
         self.batch, self.text = batch, Text.of(batch)
         self.trusts_rollout = True
@@ -100,24 +102,29 @@ class Replay:
         """
         micro_batches = self._micro_batches(index)
         kept = torch.stack([valid[m.samples].sum() for m in micro_batches]).sum()
-        kept_everywhere = int(comm.gather_rows(kept[None]).sum())
+        # Ranks that share forwards have counted the same pairs.
+        kept_everywhere = int(comm.gather_rows(kept[None]).sum()) // self.plan.sequence_parallel
         if kept_everywhere == 0:
             return {"kept": 0.0, "skipped": 1.0}
         denominator = torch.tensor(kept_everywhere / self.plan.world_size, device=valid.device)
         rows: list[dict[str, Tensor]] = []
         log_probs: list[Tensor] = []
-        for m in micro_batches:
-            loss, log_prob, metrics = self.algorithm.loss(self._inputs(index, m, advantages, valid, denominator))
-            metrics["loss"] = loss.detach()
-            self.engine.backward(loss)
-            keep = valid[m.samples]
-            difference = torch.where(keep, (log_prob - self.batch.log_probs[m.samples, m.slots]).abs(), 0.0)
-            for name in AVERAGED_OVER_RANKS & metrics.keys():
-                metrics[name] = metrics[name] / self.plan.world_size
-            metrics["rollout_log_ratio_max"] = difference.max()
-            metrics["rollout_log_ratio_mean"] = difference.sum() / keep.sum().clamp(min=1)
-            rows.append(metrics)
-            log_probs.append(log_prob)
+        with self.engine.accumulation():
+            for m in micro_batches:
+                loss, log_prob, metrics = self.algorithm.loss(self._inputs(index, m, advantages, valid, denominator))
+                metrics["loss"] = loss.detach()
+                self.engine.backward(loss)
+                keep = valid[m.samples]
+                difference = torch.where(keep, (log_prob - self.batch.log_probs[m.samples, m.slots]).abs(), 0.0)
+                for name in AVERAGED_OVER_RANKS & metrics.keys():
+                    metrics[name] = metrics[name] / self.plan.world_size
+                for name in SUMMED & metrics.keys():
+                    metrics[name] = metrics[name] / self.plan.sequence_parallel
+                metrics["rollout_log_ratio_max"] = difference.max()
+                metrics["rollout_log_ratio_mean"] = difference.sum() / keep.sum().clamp(min=1)
+                rows.append(metrics)
+                log_probs.append(log_prob)
+                alive()
         self._require_finite(micro_batches, log_probs)
         grad_norm, rate, applied = self.engine.step()
         return reduce_metrics(rows) | {"grad_norm": grad_norm, "lr": rate, "skipped": float(not applied)}
@@ -161,6 +168,8 @@ class Replay:
     def _velocity(self, transformer: Any, m: MicroBatch, x: Tensor) -> Tensor:
         batch = self.batch
         positive, negative = self.text.samples(m.samples_host)
+        n = self.plan.sequence_parallel
+        positive, negative = positive.padded(n), None if negative is None else negative.padded(n)
         return self.adapter.velocity(
             transformer,
             x,
@@ -217,6 +226,25 @@ class Replay:
         raise NonFiniteError(
             f"the log-prob is not finite in training, {where}; the weights were not changed by this update"
         )
+
+
+def share_batch(
+    batch: RolloutBatch, advantages: Tensor, valid: Tensor, plan: BatchPlan
+) -> tuple[RolloutBatch, Tensor, Tensor]:
+    """What a rank trains on: its own samples, or those of its sequence-parallel group, update by update in rank order.
+
+    batch: this rank's B samples. advantages fp32, valid bool [world_size * B], of all ranks. A collective.
+    """
+    n, B = plan.sequence_parallel, batch.size
+    if n == 1:
+        mine = slice(comm.rank() * B, (comm.rank() + 1) * B)
+        return batch, advantages[mine], valid[mine]
+    first = comm.rank() // n * n
+    everyone = comm.gather_bytes(batch.pack())
+    joined = RolloutBatch.concat([RolloutBatch.unpack(packed) for packed in everyone[first : first + n]])
+    order = torch.arange(n * B).view(n, plan.updates, -1).transpose(0, 1).reshape(-1).to(valid.device)
+    rows = slice(first * B, (first + n) * B)
+    return joined.to(batch.latents.device).select(order), advantages[rows][order], valid[rows][order]
 
 
 def reduce_metrics(rows: list[dict[str, Tensor]]) -> dict[str, float]:

@@ -21,8 +21,13 @@ import json  # noqa: E402
 import os  # noqa: E402
 import socket  # noqa: E402
 import time  # noqa: E402
+from datetime import timedelta  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 from flowgrpo_fast.config import Config, ConfigError, load_config  # noqa: E402
+
+if TYPE_CHECKING:
+    from flowgrpo_fast.dashboard import Dashboard
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,6 +40,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--dry-run",
         action="store_true",
         help="print the resolved config, the DeepSpeed dict and the batch arithmetic, then stop",
+    )
+    parser.add_argument(
+        "--dashboard",
+        type=int,
+        nargs="?",
+        const=8400,
+        metavar="PORT",
+        help="serve a live page of the run on this machine (default port 8400; 0: any free one); put it last, or write --dashboard=PORT",
     )
     parser.add_argument("--local_rank", type=int, default=None, help="set by the launcher")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.total_steps=10")
@@ -66,6 +79,11 @@ def settle_environment(config: Config, local_rank: int | None) -> None:
     import torch
 
     torch.set_num_threads(threads)
+    if config.engine.deterministic:
+        # cuBLAS reads this at its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
 
 def dry_run(config: Config) -> None:
@@ -86,7 +104,7 @@ def dry_run(config: Config) -> None:
     print("\n".join(plan.lines()))
 
 
-def train(config: Config) -> None:
+def train(config: Config, dashboard_port: int | None = None) -> None:
     import deepspeed
     import torch
 
@@ -97,17 +115,37 @@ def train(config: Config) -> None:
 
     inputs = Inputs(config, int(os.environ["WORLD_SIZE"]))
     device = local_device()
-    deepspeed.init_distributed(verbose=False)
+    # Longer than the watch on progress: who hangs is to be seen in its own stack, not in the others' time-outs.
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=config.engine.timeout_s + 60))
     # Mapped by every rank by now. Without its name the kernel frees it with the last rank, however that ends.
     comm.barrier()
     remove_shared_buffer()
     torch.manual_seed(config.seed)
+    dashboard: Dashboard | None = None
     try:
+        if dashboard_port is not None:
+            dashboard = comm.together(lambda: start_dashboard(config, dashboard_port), device)
         Trainer(config, inputs, device).run()
         comm.barrier()
     finally:
+        if dashboard is not None:
+            dashboard.close()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def start_dashboard(config: Config, port: int) -> Dashboard | None:
+    """On rank 0."""
+    from flowgrpo_fast.dashboard import Dashboard
+
+    if os.environ["RANK"] != "0":
+        return None
+    try:
+        dashboard = Dashboard(Path(config.run_dir).expanduser(), port=port).start()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--dashboard {port}: {error}") from error
+    print(f"dashboard: {dashboard.url}", flush=True)
+    return dashboard
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.dry_run:
                 dry_run(config)
             else:
-                train(config)
+                train(config, arguments.dashboard)
         except PromptFileError as error:
             raise ConfigError(str(error)) from error
     except ConfigError as error:

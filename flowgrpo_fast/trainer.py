@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from flowgrpo_fast import comm
 from flowgrpo_fast.agreement import AgreementGate
-from flowgrpo_fast.checkpoint import TrainerState, check_resumable, find_checkpoint, save_checkpoint
-from flowgrpo_fast.config import Config, ConfigError
+from flowgrpo_fast.checkpoint import TrainerState, check_resumable, find_checkpoint, load_checkpoint, save_checkpoint
+from flowgrpo_fast.config import Config
 from flowgrpo_fast.data.sampler import GroupSampler, rank_slice
 from flowgrpo_fast.engine import DTYPES, Engine
 from flowgrpo_fast.inputs import Inputs, sampling_params, validation_params, window_config
-from flowgrpo_fast.metrics import MetricsWriter, PhaseTimer, Progress, write_atomic
+from flowgrpo_fast.lifetime import Stopped, StopRequest, end_watch, watch_progress
+from flowgrpo_fast.metrics import PhaseTimer, Progress
 from flowgrpo_fast.models import build_adapter
-from flowgrpo_fast.replay import Replay
-from flowgrpo_fast.report import image_grid, write_report
-from flowgrpo_fast.rewards import RewardResult, check_failures, combine_components
+from flowgrpo_fast.profile import profiled_step
+from flowgrpo_fast.recorder import Recorder
+from flowgrpo_fast.replay import Replay, share_batch
+from flowgrpo_fast.rewards import RewardFailure, RewardResult, check_failures, combine_components
 from flowgrpo_fast.rollout.agent_loop import GroupTask, RolloutResult, make_tasks, run_agent_loops
 from flowgrpo_fast.rollout.base import SamplingParams, ServerLostError
 from flowgrpo_fast.rollout.build import build_rollout
 from flowgrpo_fast.schedule import draw_window_starts
-from flowgrpo_fast.version import installed_versions
-
-PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "rapidocr", "flowgrpo_fast")
+from flowgrpo_fast.throughput import Throughput
 
 
 class Trainer:
@@ -41,6 +40,7 @@ class Trainer:
         self.config, self.inputs, self.device = config, inputs, device
         self.is_main = comm.rank() == 0
         self.run_dir = Path(config.run_dir).expanduser()
+        self.stop = StopRequest()
         # Before any weight is loaded: a run that cannot be resumed stops here.
         self.checkpoint = find_checkpoint(config.trainer.resume, self.run_dir)
         resumed = check_resumable(self.checkpoint, config, inputs.world_size) if self.checkpoint else None
@@ -48,50 +48,39 @@ class Trainer:
 
         self.adapter = build_adapter(config.model.family, config.model.path, device, DTYPES[config.model.dtype])
         self.plan, self.sigmas = inputs.plan(config, self.adapter)
-        self.writer = self._open_writer(resumed)
-        self.engine = Engine(config, self.plan, self.adapter, config.trainer.total_steps * self.plan.updates)
+        self.recorder = Recorder(config, self.run_dir, resumed.step if resumed else None, device)
+        resharded = resumed is not None and resumed.world_size != inputs.world_size
+        self.engine = Engine(config, self.plan, self.adapter, config.trainer.total_steps * self.plan.updates, resharded)
         if self.checkpoint is not None:
-            self.engine.load(self.checkpoint)
+            load_checkpoint(self.engine, self.checkpoint, self.state, device)
         self.rollout = build_rollout(config, self.adapter, self.engine, self.run_dir, device)
+        self.stop.on_request(self.rollout.cancel)
         self.sampler = GroupSampler(
             len(inputs.train_records), config.algorithm.groups_per_step, config.seed, config.data.shuffle
         )
         self.gate = AgreementGate(config, self.plan)
+        self.throughput = Throughput(config, self.plan, device)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="overlap")
         self._next_rollout: Future[RolloutResult] | None = None
         self.timer = PhaseTimer()
         self.setup_seconds = time.perf_counter() - began
 
-    def _open_writer(self, resumed: TrainerState | None) -> MetricsWriter | None:
-        """Rank 0's metrics; every rank learns if they cannot be written."""
-
-        def open_writer() -> MetricsWriter | None:
-            if not self.is_main:
-                return None
-            try:
-                writer = MetricsWriter(
-                    self.run_dir,
-                    tensorboard=self.config.logging.tensorboard,
-                    wandb_project=self.config.logging.wandb_project,
-                    config=self.config.model_dump(),
-                    resume_step=resumed.step if resumed else None,
-                )
-                (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
-            except (ValueError, OSError) as problem:
-                raise ConfigError(f"run_dir {self.run_dir}: {problem}") from problem
-            return writer
-
-        return comm.together(open_writer, self.device)
-
     def run(self) -> dict[str, float]:
-        """Trains to trainer.total_steps. Returns the last validation's metrics; summary.json and report.html are written by rank 0."""
+        """Trains to trainer.total_steps. Returns the last validation's metrics; summary.json and report.html are written by rank 0.
+
+        Asked to stop (SIGTERM, Ctrl-C, the launcher is gone), it saves on all ranks and returns what it has.
+        """
+        watch_progress(self.config.engine.timeout_s)
         try:
             return self._run()
         finally:
             self.rollout.cancel()
             self._background.shutdown()
-            self.rollout.close()
             self.inputs.rewards.close()
+            self.rollout.close()
+            self.recorder.close()
+            self.stop.close()
+            end_watch()
 
     def _run(self) -> dict[str, float]:
         t, began = self.config.trainer, time.perf_counter()
@@ -101,62 +90,109 @@ class Trainer:
                     f"{self.run_dir} is already trained to step {self.state.step}; raise trainer.total_steps to go on"
                 )
             return self.state.validation_before
-        before = self.state.validation_before or self._validate(self.state.step, "before")
-        self.state = self._advanced(self.state.step, before)
-        self.timer.pop()
         first_ratio: float | None = None
-        after = before
+        after: dict[str, float] | None = None
+        stopped: Exception | None = None
         with Progress(t.total_steps, enabled=self.is_main) as progress:
-            for step in range(self.state.step, t.total_steps):
-                step_began = time.perf_counter()
-                metrics = self._step(step)
-                if first_ratio is None and "policy/first_ratio_max_deviation" in metrics:
-                    first_ratio = metrics["policy/first_ratio_max_deviation"]
-                    progress.message(
-                        f"first update: max |ratio - 1| = {first_ratio!r};"
-                        f" rollout/trainer |log ratio| mean {metrics['rollout/log_ratio_mean']:.3g}, max {metrics['rollout/log_ratio_max']:.3g}"
-                    )
-                done, last = step + 1, step + 1 == t.total_steps
-                self.state = self._advanced(done, before)
-                if last or (t.validate_every and done % t.validate_every == 0):
-                    after = self._validate(done, "after" if last else f"step_{done:06d}")
-                    metrics |= {f"validation/{name}": value for name, value in after.items()}
-                seconds = time.perf_counter() - step_began
-                metrics |= self.timer.pop() | {
-                    "timing/step_s": seconds,
-                    "throughput/images_per_s": self.plan.samples * self.plan.world_size / seconds,
-                }
-                progress.update(done, metrics)
-                # Before the checkpoint: a kill in between repeats the step, and its row; the other way round the row would be lost.
-                if self.writer is not None:
-                    self.writer.log(done, metrics)
-                if last or (t.save_every and done % t.save_every == 0):
-                    save_checkpoint(self.engine, self.run_dir, self.config, self.state, t.keep_checkpoints, self.device)
-        if after is before:
+            try:
+                before = self.state.validation_before
+                if not before:
+                    before = self._validate(self.state.step, "before")
+                self.state = self._advanced(self.state.step, before)
+                self.timer.pop()
+                for step in range(self.state.step, t.total_steps):
+                    step_began, done, last = time.perf_counter(), step + 1, step + 1 == t.total_steps
+                    with self._profiled(done):
+                        metrics = self._step(step)
+                    if first_ratio is None and "policy/first_ratio_max_deviation" in metrics:
+                        first_ratio = metrics["policy/first_ratio_max_deviation"]
+                        progress.message(
+                            f"first update: max |ratio - 1| = {first_ratio!r};"
+                            f" rollout/trainer |log ratio| mean {metrics['rollout/log_ratio_mean']:.3g}, max {metrics['rollout/log_ratio_max']:.3g}"
+                        )
+                    self.state = self._advanced(done, before)
+                    if last or (t.validate_every and done % t.validate_every == 0):
+                        try:
+                            after = self._validate(done, "after" if last else f"step_{done:06d}")
+                            metrics |= {f"validation/{name}": value for name, value in after.items()}
+                            self.state = self.state.with_best(done, after.get(t.best_metric))
+                        except (Stopped, RewardFailure) as reason:
+                            # The step itself is done: its row is written and its weights are saved below.
+                            stopped = reason
+                    timings = self.timer.pop()
+                    metrics |= timings | self.throughput.metrics(time.perf_counter() - step_began, timings)
+                    progress.update(done, metrics)
+                    # Before the checkpoint: a kill in between repeats the step, and its row; the other way round the row would be lost.
+                    self.recorder.metrics(done, metrics)
+                    if stopped is not None:
+                        raise stopped
+                    if last or (t.save_every and done % t.save_every == 0):
+                        self._save()
+                    if t.export_every and done % t.export_every == 0 and not last:
+                        self.recorder.export(f"step-{done:06d}", self.engine, self.adapter)
+            except (Stopped, RewardFailure) as reason:
+                # Both are raised on all ranks alike, and weights and state are those of the last whole step.
+                if self.state.step > 0:
+                    self._save()
+                if isinstance(reason, RewardFailure):
+                    raise
+                progress.message(f"stopped at step {self.state.step}: {reason}; the same command resumes")
+                return after or {}
+        if after is None:
             # Killed between the last checkpoint and the summary.
             after = self._validate(self.state.step, "after")
-        self._export()
-        self._summarise(before, after, first_ratio, time.perf_counter() - began)
+        self.recorder.export("final", self.engine, self.adapter)
+        train = time.perf_counter() - began
+        seconds = {
+            "timing/setup_s": self.setup_seconds,
+            "timing/train_s": train,
+            "timing/total_s": self.setup_seconds + train,
+        }
+        self.recorder.summary(before, after, self.engine, first_ratio, seconds)
         return after
 
+    def _save(self) -> None:
+        with self.timer("save"):
+            save_checkpoint(self.engine, self.run_dir, self.config, self.state, self.device)
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        if step not in self.config.trainer.profile_steps:
+            yield
+            return
+        with profiled_step(self.run_dir, step, comm.rank(), self.engine.marked_gathers):
+            yield
+
+    def _check_stop(self) -> None:
+        """Raises Stopped on all ranks where any of them is asked to."""
+        if comm.all_ok(self.stop.reason is None, self.device):
+            return
+        reasons = [reason for reason in comm.gather_objects(self.stop.reason) if reason is not None]
+        raise Stopped(reasons[0])
+
     def _step(self, step: int) -> dict[str, float]:
-        """One rollout and its updates. Metrics are over all ranks."""
+        """One rollout and its updates. Metrics are over all ranks. Raises Stopped before the weights change, never later."""
+        self._check_stop()
         result = self._training_rollout(step)
         self.timer.add("rollout", result.generation_seconds)
         # Rewards overlap with generation; this is what was left to wait for after the last image.
         self.timer.add("reward", result.reward_wait_seconds)
         with self.timer("advantage"):
             rewards, advantages, valid, metrics = self._advantages(result)
-        self._save_samples(step + 1, result, rewards)
+        every = self.config.logging.samples_every
+        if every and (step + 1) % every == 0:
+            self.recorder.grid(step + 1, f"step_{step + 1:06d}", result, [float(r) for r in rewards])
         if self.config.rollout.overlap and step + 1 < self.config.trainer.total_steps:
             self._start_next_rollout(step + 1)
         with self.timer("update"):
-            batch = result.batch.without_media()
-            replay = Replay(self.config, self.plan, self.adapter, self.engine, self.inputs.algorithm, batch)
-            if self.gate.is_due(step, self.state.policy_version - batch.policy_version):
-                metrics |= self.gate.measure(replay)
-            replay.begin(self.gate.trusts_rollout())
-            updates = [replay.update(u, advantages, valid) for u in range(self.plan.updates)]
+            batch, advantages, valid = share_batch(result.batch.without_media(), advantages, valid, self.plan)
+            replay = Replay(self.config, self.plan.shared(), self.adapter, self.engine, self.inputs.algorithm, batch)
+            with self.engine.sharing_forwards():
+                self.throughput.measure(replay)
+                if self.gate.is_due(step, self.state.policy_version - batch.policy_version):
+                    metrics |= self.gate.measure(replay)
+                replay.begin(self.gate.trusts_rollout())
+                updates = [replay.update(u, advantages, valid) for u in range(self.plan.updates)]
         # What rollout and trainer disagree on is measured where both have the same weights: in the first update.
         first, last = updates[0], updates[-1]
         metrics |= {metric_name(name): value for name, value in last.items() if not name.startswith("rollout_")}
@@ -203,12 +239,15 @@ class Trainer:
                     result = pending.result()
             except Exception as problem:
                 error = problem
+            self._check_stop()
             if comm.all_ok(error is None, self.device):
                 return result
             # A lost server: the step is sampled now, with the weights of now.
             comm.agree(None if isinstance(error, ServerLostError) else error, self.device)
         sampling = sampling_params(self.config, self.plan.window)
-        return self._rollout(self._tasks(step), sampling, self.config.rollout.groups_per_batch)
+        return self._rollout(
+            self._tasks(step), sampling, self.config.rollout.groups_per_batch, self.state.policy_version
+        )
 
     def _start_next_rollout(self, step: int) -> None:
         """In the background, with the weights as they are before this step's update: one step off-policy, and the batch says so."""
@@ -217,7 +256,9 @@ class Trainer:
             arguments = (self._tasks(step), sampling, self.config.rollout.groups_per_batch)
             self._next_rollout = self._background.submit(self._sample, *arguments, self.state.policy_version)
 
-    def _rollout(self, tasks: list[GroupTask], sampling: SamplingParams, groups_per_batch: int) -> RolloutResult:
+    def _rollout(
+        self, tasks: list[GroupTask], sampling: SamplingParams, groups_per_batch: int, policy_version: int
+    ) -> RolloutResult:
         """All groups of a phase on this rank. An error on one rank is raised on all of them; a lost server costs the phase only."""
         if self._next_rollout is not None:
             # New weights under a running rollout would make it stale.
@@ -226,12 +267,14 @@ class Trainer:
             error: Exception | None = None
             result: RolloutResult | None = None
             began = time.perf_counter()
-            with self.rollout.phase(self.state.policy_version):
+            with self.rollout.phase(policy_version):
                 self.timer.add("sync", time.perf_counter() - began)
                 try:
-                    result = self._sample(tasks, sampling, groups_per_batch, self.state.policy_version)
+                    result = self._sample(tasks, sampling, groups_per_batch, policy_version)
                 except Exception as problem:
                     error = problem
+            # A rollout that was cut short ends in an error of its own; a stop matters more.
+            self._check_stop()
             if comm.all_ok(not isinstance(error, ServerLostError), self.device):
                 break
         comm.agree(error, self.device)
@@ -255,7 +298,8 @@ class Trainer:
         )
 
     def _advantages(self, result: RolloutResult) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
-        """Gathers rewards of all ranks; advantages and valid flags of this rank's samples. Stops the run on too many failures."""
+        """Gathers rewards of all ranks. Returns this rank's rewards, and advantages and valid flags of all samples. Stops the run on too
+        many failures."""
         components, valid = comm.gather_rows(result.reward.components), comm.gather_rows(result.reward.valid)
         errors = [error for rank_errors in comm.gather_objects(result.reward.errors[:5]) for error in rank_errors]
         check_failures(valid, errors, self.config.rewarding.max_failure_share)
@@ -264,8 +308,13 @@ class Trainer:
         advantages = self.inputs.algorithm.advantages(rewards, group, valid)
         mine = slice(comm.rank() * result.batch.size, (comm.rank() + 1) * result.batch.size)
         metrics = reward_metrics(rewards, group, valid) | self._component_means(result.reward)
-        metrics["advantage/std"] = float(advantages[valid].std(correction=0)) if valid.any() else 0.0
-        return rewards[mine], advantages[mine].to(self.device), valid[mine].to(self.device), metrics
+        kept = advantages[valid] if valid.any() else torch.zeros(1)
+        metrics |= {
+            "advantage/mean": float(kept.mean()),
+            "advantage/std": float(kept.std(correction=0)),
+            "advantage/abs_mean": float(kept.abs().mean()),
+        }
+        return rewards[mine], advantages.to(self.device), valid.to(self.device), metrics
 
     def _component_means(self, reward: RewardResult) -> dict[str, float]:
         """Mean of each reward and of what it logs besides, over the valid samples of all ranks."""
@@ -276,7 +325,11 @@ class Trainer:
             for name, (value, count) in part.items():
                 so_far = total.get(name, (0.0, 0))
                 total[name] = (so_far[0] + value, so_far[1] + count)
-        return {f"reward/{name}": value / count for name, (value, count) in total.items() if count}
+        return {
+            name if name.startswith("held_out/") else f"reward/{name}": value / count
+            for name, (value, count) in total.items()
+            if count
+        }
 
     def _validate(self, step: int, name: str) -> dict[str, float]:
         """Held-out prompts, ODE, fixed seeds: {"reward": mean, "ocr/exact_match": mean, ...}; a grid in samples/<name>.png."""
@@ -287,10 +340,18 @@ class Trainer:
             n, world = len(records), comm.world_size()
             lo, hi = comm.rank() * n // world, (comm.rank() + 1) * n // world
             tasks = make_tasks(records[lo:hi], lo, 1, self.inputs.agent_loop.turns)
-            result = self._rollout(tasks, validation_params(self.config), self.config.validation.batch_size)
+            # The average is another policy than the weights of this step: its version is one that no step has.
+            averaged = self.engine.ema is not None and self.config.ema.sample
+            version = -1 - self.state.policy_version if averaged else self.state.policy_version
+            with self.engine.sampling_weights():
+                result = self._rollout(
+                    tasks, validation_params(self.config), self.config.validation.batch_size, version
+                )
             weighted = self._weighted(result.reward)
-            if self.is_main:
-                self._write_grid(step, name, result, [f"{score:.2f}" for score in weighted])
+            self.recorder.grid(step, name, result, weighted)
+            comm.together(
+                lambda: self.recorder.prompts(name, lo, self.inputs.agent_loop.turns, result, weighted), self.device
+            )
         rewards = torch.tensor([value for values in comm.gather_objects(weighted) for value in values])
         errors = [error for rank_errors in comm.gather_objects(result.reward.errors[:5]) for error in rank_errors]
         check_failures(rewards.isfinite(), errors, self.config.rewarding.max_failure_share)
@@ -307,57 +368,7 @@ class Trainer:
         return [float(value) for value in combined]
 
     def _advanced(self, step: int, before: dict[str, float]) -> TrainerState:
-        return TrainerState(step, step * self.plan.updates, self.inputs.world_size, before)
-
-    def _save_samples(self, step: int, result: RolloutResult, rewards: Tensor) -> None:
-        every = self.config.logging.samples_every
-        if self.is_main and every and step % every == 0:
-            self._write_grid(step, f"step_{step:06d}", result, [f"{r:.2f}" for r in rewards])
-
-    def _write_grid(self, step: int, name: str, result: RolloutResult, scores: list[str]) -> None:
-        shown = min(self.config.validation.grid_images, result.batch.size)
-        captions = [f"{prompt}  {score}" for prompt, score in zip(result.prompts, scores, strict=True)]
-        # The agent loop has raised where there is none.
-        assert result.batch.media is not None
-        grid = image_grid(result.batch.media[:shown].cpu(), captions[:shown])
-        folder = self.run_dir / "samples"
-        folder.mkdir(parents=True, exist_ok=True)
-        grid.save(folder / f"{name}.png")
-        if self.writer is not None:
-            self.writer.log_images(step, f"samples/{name}", grid)
-
-    def _export(self) -> None:
-        """run_dir/trained.safetensors: the trained parameters (all of them, or the LoRA adapter), by module name."""
-        trained = self.engine.trained_state()
-        if self.is_main:
-            save_file(trained, self.run_dir / "trained.safetensors")
-
-    def _summarise(
-        self, before: dict[str, float], after: dict[str, float], first_ratio: float | None, seconds: float
-    ) -> None:
-        if self.writer is None:
-            return
-        self.writer.close()
-        summary: dict[str, object] = {
-            "recipe": self.run_dir.name,
-            "steps": self.config.trainer.total_steps,
-            "seed": self.config.seed,
-            "world_size": self.inputs.world_size,
-            "trainable_parameters": self.engine.trainable_parameters,
-            "first_update_ratio_max_deviation": first_ratio,
-            "timing/setup_s": self.setup_seconds,
-            "timing/train_s": seconds,
-            "timing/total_s": self.setup_seconds + seconds,
-            "versions": {"python": platform.python_version(), "device": str(self.device)}
-            | installed_versions(PACKAGES),
-        }
-        summary |= {f"validation/before/{name}": value for name, value in before.items()}
-        summary |= {f"validation/after/{name}": value for name, value in after.items()}
-        write_atomic(self.run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
-        report = write_report(self.run_dir)
-        for name, value in after.items():
-            print(f"validation {name}: {before[name]:.3f} -> {value:.3f}")
-        print(f"report: {report}")
+        return self.state.at(step, step * self.plan.updates, self.inputs.world_size, before)
 
 
 def metric_name(name: str) -> str:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,11 +22,17 @@ def preload() -> None:
 
 
 class Rank:
-    """A process that runs train.py's `main`; what it prints goes to a file."""
+    """A process that runs train.py's `main`, or another one; what it prints goes to a file."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        output: Path,
+        main: Callable[[Sequence[str]], int] | None = None,
+    ) -> None:
         self.output = output
-        self.process: BaseProcess = _context.Process(target=_main, args=(arguments, environment, str(output)))
+        self.process: BaseProcess = _context.Process(target=_main, args=(arguments, environment, str(output), main))
         self.process.start()
 
     @property
@@ -47,15 +54,17 @@ class Rank:
         return self.process.is_alive()
 
 
-def _main(arguments: list[str], environment: dict[str, str], output: str) -> None:
+def _main(
+    arguments: list[str], environment: dict[str, str], output: str, main: Callable[[Sequence[str]], int] | None
+) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), write_through=True)
     os.environ |= environment
-    from flowgrpo_fast.train import main
-
+    if main is None:
+        from flowgrpo_fast.train import main
     sys.exit(main(arguments))
 
 

@@ -7,75 +7,27 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from flowgrpo_fast.checkpoint import checkpoints
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.agent_loop import GroupTask, SingleTurnAgentLoop, Turn
 from flowgrpo_fast.rollout.wire import free_port
-from tests.ranks import Rank, preload, wait_for
-from tests.tiny import TINY_YAML, brightness, tiny_pipeline
+from tests.launching import ROOT, TRAIN, arguments, environment, finish, run_ranks, start_ranks
+from tests.ranks import preload, wait_for
+from tests.tiny import brightness, exported
 
-ROOT = Path(__file__).parent.parent
-TRAIN = ROOT / "flowgrpo_fast" / "train.py"
 LORA_BF16 = ["model.train=lora", "model.lora.rank=4", "model.dtype=bfloat16"]
-# A rank with one validation prompt and one with two: unequal numbers of forwards inside the gathered phase.
-COMMON = ["trainer.total_steps=5", "validation.batch_size=1"]
-
-
-def arguments(run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        str(TRAIN),
-        "--config",
-        str(TINY_YAML),
-        f"model.path={tiny_pipeline()}",
-        f"run_dir={run_dir}",
-        *COMMON,
-        *overrides,
-    ]
-
-
-def environment(**extra: str) -> dict[str, str]:
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    }
-    return clean | {"DS_ACCELERATOR": "cpu"} | extra
-
-
-def start_ranks(world: int, run_dir: Path, *overrides: str) -> list[Rank]:
-    """Ranks without the launcher, which costs 14 s. One thread each whatever their number, so that the bits can be compared."""
-    port = str(free_port())
-    output = Path(tempfile.mkdtemp(prefix="flowgrpo_fast_ranks_"))
-    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = arguments(run_dir, "engine.threads=1", *overrides)[1:]
-    return [
-        Rank(command, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}, output / f"rank{r}.log") for r in range(world)
-    ]
-
-
-def finish(ranks: list[Rank], timeout: float = 300) -> tuple[list[int], str]:
-    results = [rank.wait(timeout) for rank in ranks]
-    return [code for code, _ in results], "\n".join(text for _, text in results)
-
-
-def run_ranks(world: int, run_dir: Path, *overrides: str) -> str:
-    codes, output = finish(start_ranks(world, run_dir, *overrides))
-    assert codes == [0] * world, output
-    return output
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
-    mine, theirs = load_file(a / "trained.safetensors"), load_file(b / "trained.safetensors")
+    mine, theirs = exported(a), exported(b)
     assert mine.keys() == theirs.keys()
     for name, t in mine.items():
         assert torch.equal(t, theirs[name]), name
@@ -133,7 +85,7 @@ def test_bf16_full_and_several_micro_batches_per_rank(tmp_path: Path) -> None:
     a, b = (read_metrics(tmp_path / str(world))[0] for world in (1, 2))
     assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-3)
     assert b["reward/mean"] == pytest.approx(a["reward/mean"], abs=1e-6)
-    mine, theirs = (load_file(tmp_path / str(world) / "trained.safetensors") for world in (1, 2))
+    mine, theirs = (exported(tmp_path / str(world)) for world in (1, 2))
     for name, t in mine.items():
         assert float(theirs[name].float().norm()) == pytest.approx(float(t.float().norm()), rel=1e-3, abs=1e-5), name
 

@@ -1,4 +1,4 @@
-"""The report: self-contained, escaped, whole on partial data, deterministic; charts and grids that show what they were given."""
+"""The report: self-contained, escaped, whole on partial data, deterministic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from flowgrpo_fast.report import chart, image_grid, main, nice_ticks, write_report
+from flowgrpo_fast import report
+from flowgrpo_fast.report import main, write_report
+from flowgrpo_fast.samples import write_prompt_samples
 
 VOID = {"meta", "img"}
 HOSTILE = "</pre><script>alert('x')</script>&\"<img src=x onerror=y>$title ${body}"
@@ -109,6 +111,7 @@ def full(tmp_path: Path) -> Path:
         for s in range(1, 31)
     ]
     run_dir = make_run(tmp_path / "run", rows, SUMMARY, IMAGES)
+    write_prompt_samples(run_dir / "samples", "after", torch.zeros(1, 4, 3, 8, 8, dtype=torch.uint8), [5])
     (run_dir / "config.yaml").write_text("algorithm:\n  name: flow_grpo\n")
     return run_dir
 
@@ -118,7 +121,7 @@ def test_the_page_refers_to_nothing_outside_itself(full: Path) -> None:
     for tag, attrs in page.tags:
         assert tag not in {"script", "link", "iframe", "object", "base"}
         for name in {"src", "href", "xlink:href", "srcset", "data", "action", "poster"} & attrs.keys():
-            assert attrs[name].startswith("data:image/"), (tag, name)
+            assert attrs[name].startswith(("data:image/", "data:video/mp4;base64,")), (tag, name)
     assert not re.search(r"https?:|//\w|@import|url\(", re.sub(r"base64,[^\"]*", "", page.source))
 
 
@@ -175,6 +178,50 @@ def test_large_pictures_are_made_smaller_and_a_long_timeline_is_thinned(tmp_path
     assert (first["width"], first["height"]) == ("1600", "400")
     assert len(timeline) == 12
     assert (timeline[0]["alt"], timeline[-1]["alt"]) == ("Samples at step 0", "Samples at step 390")
+
+
+def test_each_prompt_has_a_strip_from_the_earliest_to_the_latest(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, [row(1)])
+    for i, moment in enumerate(["before", *(f"step_{10 * i:06d}" for i in range(1, 12)), "after"]):
+        images = torch.full((14, 3, 300, 400), 10 * i, dtype=torch.uint8)
+        captions = [f"<b>prompt {k}</b>\n0.{i:02d}" for k in range(14)]
+        write_prompt_samples(run_dir / "samples", moment, images, range(14), captions)
+    page = Page(run_dir)
+    assert page.text["h3"] == [f"<b>prompt {k}</b>" for k in range(12)], "the first twelve, escaped"
+    first = page.all("img")[:8]
+    assert [img["alt"].split(", ")[1] for img in first] == [
+        *("before", "step 20", "step 30", "step 50", "step 70", "step 90", "step 100", "after")
+    ]
+    assert {(img["width"], img["height"]) for img in page.all("img")} == {("192", "144")}
+    assert page.text["small"][-2:] == ["0.10", "0.12"]
+    shades = [Image.open(io.BytesIO(base64.b64decode(img["src"].split("base64,")[1]))).convert("L") for img in first]
+    assert [image.getpixel((9, 9)) for image in shades] == [10 * i for i in (0, 2, 3, 5, 7, 9, 10, 12)]
+    assert len(page.source) < 200_000
+
+
+def test_small_videos_are_inside_and_larger_ones_are_a_first_frame_with_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path, [row(1)])
+    noise = torch.randint(0, 255, (1, 6, 3, 64, 64), dtype=torch.uint8)
+    for moment in ("before", "step_000010", "after"):
+        write_prompt_samples(run_dir / "samples", moment, noise, [0], ["a fox\n0.5"])
+    size = (run_dir / "samples/prompts/00000/after.mp4").stat().st_size
+    monkeypatch.setattr(report, "ALL_VIDEO_BYTES", 2 * size)
+    page = Page(run_dir)
+    assert [video["aria-label"] for video in page.all("video")] == ["a fox, before", "a fox, step 10"]
+    video = base64.b64decode(page.all("video")[0]["src"].removeprefix("data:video/mp4;base64,"))
+    assert video == (run_dir / "samples/prompts/00000/before.mp4").read_bytes()
+    (still,) = page.all("img")
+    assert still["alt"] == "First frame: a fox, after"
+    assert "video: samples/prompts/00000/after.mp4" in page.text["small"]
+
+
+def test_metrics_of_memory_and_held_out_rewards_are_shown(tmp_path: Path) -> None:
+    more = {"memory/peak_device_gib": 61.25, "held_out/pick": 5.0, "policy/step_02/clip_fraction_low": 0.25}
+    page = Page(make_run(tmp_path, [row(1, **more), row(2, **{**more, "memory/peak_device_gib": 60.0})]))
+    assert "61.2 GiB device" in page.text["dd"]
+    assert {"Held out pick", "Clip fraction low by denoising step", "Peak memory, GiB"} <= set(page.charts())
 
 
 def test_step_time_adds_up_to_the_step(full: Path) -> None:
@@ -259,101 +306,6 @@ def test_nulls_are_gaps_and_never_numbers(tmp_path: Path) -> None:
     assert [part.count("h0") for part in norm.split("M")[1:]] == [2, 1, 2]
     assert "nan" not in re.sub(r"base64,[^\"]*", "", page.source).lower()
     assert any("norm not finite" in text for text in page.text["title"])
-
-
-@pytest.mark.parametrize(
-    "values", [[0.0, 0.0], [0.0, 1e-7], [1e-9, 1e-2], [2e-5, 2e-5], [1.0, 1e-12, 0.0], [1e-4, 1e-3]]
-)
-def test_log_chart_keeps_zeros_on_a_row_of_their_own_and_everything_inside(values: list[float]) -> None:
-    figure = chart("r", {"update": list(enumerate(values))}, (0, len(values) - 1), lambda v: f"{v:g}", log=True)
-    heights = [float(y) for y in re.findall(r'cy="([\d.]+)"', figure)]
-    assert len(heights) == len(values)
-    lines = sorted(float(y) for y in re.findall(r'y1="([\d.]+)"', figure))
-    for height, value in zip(heights, values, strict=True):
-        assert lines[0] - 0.05 <= height <= lines[-1] + 0.05
-        if value == 0:
-            assert height == lines[-1]
-    ordered = [h for _, h in sorted(zip(values, heights, strict=True))]
-    assert ordered == sorted(heights, reverse=True)
-    if 0.0 in values and max(values) > 0:
-        assert lines[-2] < lines[-1] - 10, "the lowest decade is well above the zeros"
-        assert max(h for h, v in zip(heights, values, strict=True) if v > 0) < lines[-2] + 0.05
-
-
-def test_long_series_get_a_running_mean_that_keeps_gaps() -> None:
-    points = [(i, None if 20 <= i < 30 else float(i % 2)) for i in range(60)]
-    figure = chart("r", {"training": points}, (0, 59), lambda v: f"{v:g}", smooth=True)
-    thin, thick = re.findall(r'<path class="([^"]*)" d="([^"]*)"', figure)
-    assert (thin[0], thick[0]) == ("thin s0", "s0")
-    assert "mean of 5 steps" in figure
-    assert [path.count("M") for path in (thin[1], thick[1])] == [2, 2]
-    spread = [{float(y) for y in re.findall(r" ([\d.]+)h0", path)} for path in (thin[1], thick[1])]
-    assert max(spread[0]) - min(spread[0]) > 2.4 * (max(spread[1]) - min(spread[1]))
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (0.13, 0.66, [0.0, 0.2, 0.4, 0.6, 0.8]),
-        (0, 100, [0, 50, 100]),
-        (-12, 3, [-15, -10, -5, 0, 5]),
-        (0, 2e-4, [0, 5e-5, 1e-4, 1.5e-4, 2e-4]),
-        (0.5, 0.5, [0.2, 0.4, 0.6, 0.8]),
-        (0, 0, [0.0, 0.5, 1.0]),
-    ],
-)
-def test_nice_ticks_enclose_the_data(low: float, high: float, ticks: list[float]) -> None:
-    assert nice_ticks(low, high) == pytest.approx(ticks)
-    assert nice_ticks(low, high)[0] <= low <= high <= nice_ticks(low, high)[-1]
-
-
-def test_image_grid_places_tiles_enlarges_without_smoothing_and_leaves_gaps_clear() -> None:
-    images = torch.zeros(3, 3, 2, 2, dtype=torch.uint8)
-    images[1, 0], images[2, 1, 0, 1] = 200, 100
-    grid = image_grid(images, columns=2, scale=3)
-    assert grid.size == (2 * 6 + 4, 2 * 6 + 4)
-    assert grid.getpixel((12, 2)) == (200, 0, 0, 255)
-    assert grid.getpixel((8, 2))[3] == grid.getpixel((2, 8))[3] == grid.getpixel((12, 12))[3] == 0
-    assert {grid.getpixel((x, 10)) for x in (3, 4, 5)} == {(0, 100, 0, 255)}
-    assert {grid.getpixel((x, 10)) for x in (0, 1, 2)} == {(0, 0, 0, 255)}
-
-
-@pytest.mark.parametrize(("size", "count", "expected"), [((64, 64), 16, 4), ((512, 512), 4, 2), ((30, 60), 8, 2)])
-def test_image_grid_defaults_are_near_square_and_visible(size: tuple[int, int], count: int, expected: int) -> None:
-    height, width = size
-    grid = image_grid(torch.zeros(count, 3, height, width, dtype=torch.uint8))
-    scale = -(-128 // max(size))
-    assert grid.width // (width * scale) == expected
-    assert max(height, width) * scale >= 128
-
-
-def test_image_grid_captions_sit_below_and_are_cut_to_the_tile() -> None:
-    images = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
-    plain, captioned = image_grid(images), image_grid(images, ["A7", "a very long prompt\nof two lines " * 5])
-    below = captioned.crop((0, plain.height, captioned.width, captioned.height)).getchannel("A")
-    assert captioned.height > plain.height
-    assert below.crop((0, 0, 128, below.height)).getbbox() is not None
-    gap = below.crop((128, 0, 132, below.height))
-    assert gap.getbbox() is None, "a caption stays under its own tile"
-    assert below.crop((132, 0, 260, below.height)).getbbox() is not None
-
-
-def test_image_grid_shows_a_videos_first_frame() -> None:
-    videos = torch.randint(0, 255, (2, 5, 3, 8, 8), dtype=torch.uint8)
-    assert image_grid(videos).tobytes() == image_grid(videos[:, 0].contiguous()).tobytes()
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 4), (2, 4, 4, 4), (0, 3, 4, 4)])
-def test_image_grid_names_what_it_wants(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"wants uint8 .* got torch.float32"):
-        image_grid(torch.zeros(2, 3, 4, 4))
-    with pytest.raises(ValueError, match="uint8"):
-        image_grid(torch.zeros(shape, dtype=torch.uint8))
-
-
-def test_image_grid_wants_a_caption_for_each_image() -> None:
-    with pytest.raises(ValueError, match="1 captions for 2 images"):
-        image_grid(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), ["one"])
 
 
 def test_command_line(full: Path) -> None:

@@ -23,11 +23,11 @@ from flowgrpo_fast.rewards import RewardFailure
 from flowgrpo_fast.rollout.base import NonFiniteError
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
-from tests.tiny import CPU, brightness, tiny_config, tiny_pipeline
+from tests.tiny import CPU, brightness, exported, tiny_config, tiny_pipeline
 
 LORA = ("model.train=lora", "model.lora.rank=4", "model.lora.alpha=8.0")
 # Wall-clock values are the only ones that may differ between two equal runs.
-CLOCK = ("time", "timing/", "throughput/")
+CLOCK = ("time", "timing/", "throughput/", "memory/")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,7 +104,7 @@ def test_another_micro_batch_shape_changes_rounding_only(tmp_path: Path) -> None
     assert b["policy/first_ratio_max_deviation"] == 0.0
     assert b["rollout/log_ratio_max"] < 1e-5
     assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-5)
-    mine, theirs = load_file(same / "trained.safetensors"), load_file(other / "trained.safetensors")
+    mine, theirs = exported(same), exported(other)
     for name, t in mine.items():
         assert float(theirs[name].norm()) == pytest.approx(float(t.norm()), rel=1e-5, abs=1e-7), name
 
@@ -125,8 +125,8 @@ def test_resume_is_bitwise(tmp_path: Path, extra: tuple[str, ...]) -> None:
     shutil.copy(whole / "metrics.jsonl", resumed / "metrics.jsonl")
     train(tiny_config(resumed, *settings))
     assert rows(resumed) == rows(whole)
-    for name, t in load_file(whole / "trained.safetensors").items():
-        assert torch.equal(t, load_file(resumed / "trained.safetensors")[name]), name
+    for name, t in exported(whole).items():
+        assert torch.equal(t, exported(resumed)[name]), name
 
 
 def test_resume_with_another_config_says_what_differs(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_without_any_valid_reward_the_step_is_skipped(tmp_path: Path) -> None:
     assert read_metrics(tmp_path)[0]["optimizer/skipped"] == 1.0
     assert trainer.engine.updates == 0
     original = load_file(tiny_pipeline() / "transformer" / "diffusion_pytorch_model.safetensors")
-    for name, t in load_file(tmp_path / "trained.safetensors").items():
+    for name, t in exported(tmp_path).items():
         assert torch.equal(t, original[name]), name
 
 
@@ -431,7 +431,7 @@ def test_no_space_is_reported_before_anything_is_written(tmp_path: Path, monkeyp
 def test_frozen_base_is_not_in_a_lora_checkpoint(tmp_path: Path) -> None:
     """peers.md row 46: adapter-sized, and it changes with training."""
     train(tiny_config(tmp_path, *LORA, "trainer.total_steps=2", "trainer.save_every=1"))
-    adapter = load_file(tmp_path / "trained.safetensors")
+    adapter = exported(tmp_path)
     assert all("lora" in name and t.dtype == torch.float32 for name, t in adapter.items())
     first, second = (sum(f.stat().st_size for f in p.rglob("*.pt")) for p in checkpoints(tmp_path))
     assert first == pytest.approx(second, rel=0.05)

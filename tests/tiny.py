@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flowgrpo_fast.config import Config, SigmasConfig, load_config
@@ -64,6 +65,16 @@ def request(prompt: str, group: int, starts: list[int], negative: str | None = N
         sample_id=group * G + torch.arange(G),
         window_start=torch.tensor(starts),
     )
+
+
+def exported(run_dir: Path, name: str = "final") -> dict[str, Tensor]:
+    """The trained tensors of an export: of a LoRA, or of a whole transformer."""
+    folder = run_dir / "export" / name
+    files = [folder / "pytorch_lora_weights.safetensors"]
+    if not files[0].is_file():
+        files = sorted((folder / "transformer").glob("*.safetensors"))
+    assert files, folder
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
 def brightness(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,11 @@ class PromptEmbeds:
         pooled = None if self.pooled is None else self.pooled[at]
         return PromptEmbeds(self.embeds[at, : max(lengths)], lengths, pooled)
 
+    def padded(self, multiple: int) -> PromptEmbeds:
+        """Padded to a length that divides by `multiple`: sequence-parallel ranks hold equal parts of the text."""
+        missing = -self.embeds.shape[1] % multiple
+        return self if missing == 0 else replace(self, embeds=F.pad(self.embeds, (0, 0, 0, missing)))
+
     def repeated(self, times: int) -> PromptEmbeds:
         """A single row for `times` samples, without a copy."""
         pooled = None if self.pooled is None else self.pooled.expand(times, -1)
@@ -67,6 +72,10 @@ class ModelAdapter(Protocol):
     """Between a diffusers pipeline folder and the trainer. Holds tokenizer, text encoder, VAE and scheduler settings; not the transformer."""
 
     family: str
+    pipeline_class: ClassVar[Any]
+    """diffusers' pipeline: exports are in its formats."""
+    path: Path
+    dtype: torch.dtype
     lora_target_modules: ClassVar[list[str]]
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None: ...
@@ -76,8 +85,17 @@ class ModelAdapter(Protocol):
         """E of the prompt embeddings."""
         ...
 
+    @property
+    def transformer_folder(self) -> Path:
+        """config.json and safetensors of the trainable network."""
+        ...
+
     def load_transformer(self) -> nn.Module:
         """The trainable network in `dtype` on `device`."""
+        ...
+
+    def build_transformer(self) -> nn.Module:
+        """The same network from its config alone, for a caller that decides where parameters live and fills them."""
         ...
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ PATCH = 2
 
 class QwenImageAdapter:
     family = "qwen_image"
+    pipeline_class: ClassVar[Any] = QwenImagePipeline
     lora_target_modules: ClassVar[list[str]] = [
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
@@ -59,9 +60,16 @@ class QwenImageAdapter:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", torch_dtype=self.dtype)
         return decode_single_frames(vae).to(self.device).eval().requires_grad_(False)
 
+    @property
+    def transformer_folder(self) -> Path:
+        return self.path / "transformer"
+
     def load_transformer(self) -> nn.Module:
-        model = QwenImageTransformer2DModel.from_pretrained(self.path / "transformer", torch_dtype=self.dtype)
+        model = QwenImageTransformer2DModel.from_pretrained(self.transformer_folder, torch_dtype=self.dtype)
         return model.to(self.device)
+
+    def build_transformer(self) -> nn.Module:
+        return QwenImageTransformer2DModel.from_config(QwenImageTransformer2DModel.load_config(self.transformer_folder))
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         unit = self.vae_scale * PATCH

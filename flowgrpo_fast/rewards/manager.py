@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -14,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo_fast.lifetime import alive
+from flowgrpo_fast.profile import span
 from flowgrpo_fast.rewards.base import Reward, TransientRewardError, build_reward
 
+MAX_BACKOFF_S = 30.0
 TRANSIENT = (TransientRewardError, ConnectionError, TimeoutError)
 
 
@@ -27,6 +32,8 @@ class RewardSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     label: str | None = None
+    held_out: bool = False
+    """Scored and logged, never trained on; its failures cost nothing but its own values."""
 
 
 @dataclass
@@ -34,11 +41,11 @@ class RewardResult:
     """Scores of N samples by K rewards."""
 
     components: Tensor
-    """fp32 [N, K], a column for each spec; NaN where that reward has no score for that sample."""
+    """fp32 [N, K], a column for each spec that is not held out; NaN where that reward has no score for that sample."""
     valid: Tensor
     """bool [N]: every reward has a finite score."""
     metrics: dict[str, Tensor]
-    """"label/name" -> fp32 [N], whatever else a reward returned; NaN where it has no score. No key where it raised."""
+    """"label/name" -> fp32 [N], whatever else a reward returned, and "held_out/label"; NaN where it has no score. No key where it raised."""
     errors: list[str]
     """One for each failure; names reward, sample (index in the call) and reason."""
 
@@ -69,28 +76,43 @@ class RewardFailure(RuntimeError):
 class RewardManager:
     """Scores samples with every reward of `specs`.
 
-    A transient error is retried up to `max_retries` times, after backoff_s, 2 backoff_s, 4 backoff_s, ... `workers`
+    A transient error (a service that is down) is retried after backoff_s, 2 backoff_s, 4 backoff_s, ... at most MAX_BACKOFF_S apart, up to
+    `max_retries` times and for `patience_s` in all, whichever is longer. `workers`
     calls of `score_async` run at a time; with more than one, rewards must be safe to call from several threads.
     Raises ValueError for a spec that cannot be built, two of the same label, or numbers out of range.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], max_retries: int = 3, backoff_s: float = 0.5, workers: int = 1):
-        if not specs:
-            raise ValueError("at least one reward is needed")
-        if max_retries < 0 or backoff_s < 0 or workers < 1:
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        max_retries: int = 3,
+        backoff_s: float = 0.5,
+        workers: int = 1,
+        patience_s: float = 0.0,
+    ):
+        if not any(not spec.held_out for spec in specs):
+            raise ValueError("at least one reward that is not held out is needed")
+        if max_retries < 0 or backoff_s < 0 or workers < 1 or patience_s < 0:
             raise ValueError(
-                f"max_retries and backoff_s must not be negative and workers at least 1, got {max_retries}, {backoff_s}, {workers}"
+                "max_retries, backoff_s and patience_s must not be negative and workers at least 1, got"
+                f" {max_retries}, {backoff_s}, {patience_s}, {workers}"
             )
-        self.labels = [spec.label or spec.name for spec in specs]
-        for i, (label, spec) in enumerate(zip(self.labels, specs, strict=True)):
-            if label in self.labels[:i]:
+        labels = [spec.label or spec.name for spec in specs]
+        for i, (label, spec) in enumerate(zip(labels, specs, strict=True)):
+            if label in labels[:i]:
                 raise ValueError(f"two rewards are called {label!r}: give one of them another `label`")
             if not math.isfinite(spec.weight):
                 raise ValueError(f"the weight of reward {label!r} must be finite, got {spec.weight}")
-        self.weights = torch.tensor([spec.weight for spec in specs], dtype=torch.float32)
-        self.max_retries = max_retries
-        self.backoff_s = backoff_s
-        self._rewards = [build_reward(spec.name, spec.kwargs) for spec in specs]
+        self.labels = [label for label, spec in zip(labels, specs, strict=True) if not spec.held_out]
+        self.weights = torch.tensor([spec.weight for spec in specs if not spec.held_out], dtype=torch.float32)
+        self.max_retries, self.backoff_s, self.patience_s = max_retries, backoff_s, patience_s
+        built = [build_reward(spec.name, spec.kwargs) for spec in specs]
+        # In the order of `labels`, then those held out.
+        self._rewards = [
+            (label, reward, spec.held_out) for label, reward, spec in zip(labels, built, specs, strict=True)
+        ]
+        self._rewards.sort(key=lambda entry: entry[2])
+        self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="reward")
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardResult:
@@ -101,9 +123,11 @@ class RewardManager:
         components = torch.full((n, len(self.labels)), math.nan)
         metrics: dict[str, Tensor] = {}
         errors: list[str] = []
-        for k, (label, reward) in enumerate(zip(self.labels, self._rewards, strict=True)):
+        for k, (label, reward, held_out) in enumerate(self._rewards):
             try:
-                scores = _per_sample(self._call(reward, images, prompts, metadata), n)
+                with span("reward"):
+                    scores = _per_sample(self._call(reward, images, prompts, metadata), n)
+                alive()
             except Exception as error:
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 at = "" if place.filename == __file__ else f" ({place.filename}:{place.lineno})"
@@ -115,7 +139,11 @@ class RewardManager:
                 f"reward {label!r}, sample {i} (prompt {prompts[i]!r}): the score is {score[i].item()}"
                 for i in (~finite).nonzero()[:, 0].tolist()
             ]
-            components[:, k] = score.where(finite, math.nan)
+            score = score.where(finite, math.nan)
+            if held_out:
+                metrics[f"held_out/{label}"] = score
+                continue
+            components[:, k] = score
             metrics |= {f"{label}/{name}": value.where(finite, math.nan) for name, value in scores.items()}
         return RewardResult(components, ~components.isnan().any(1), metrics, errors)
 
@@ -124,19 +152,29 @@ class RewardManager:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.score, images, prompts, metadata)
 
     def close(self) -> None:
-        """Waits for calls under way and ends the threads."""
+        """Ends waiting for services that are down, waits for calls under way, and ends the threads."""
+        self._closed.set()
         self._pool.shutdown()
 
     def _call(self, reward: Reward, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
-        for attempt in range(self.max_retries + 1):
+        began = time.monotonic()
+        for attempt in itertools.count():
             try:
                 with torch.no_grad():
                     return reward(images, prompts, metadata)
             except TRANSIENT as error:
-                if attempt == self.max_retries:
-                    tried = f"gave up after {attempt + 1} attempts"
+                waited = time.monotonic() - began
+                if self._closed.is_set() or (attempt >= self.max_retries and waited >= self.patience_s):
+                    tried = f"gave up after {attempt + 1} attempts in {waited:.0f} s"
                     raise TransientRewardError(f"{tried}: {type(error).__name__}: {error}") from error
-                time.sleep(self.backoff_s * 2**attempt)
+                if attempt == self.max_retries:
+                    print(
+                        f"a reward is down, waiting for it for up to {self.patience_s:.0f} s: {type(error).__name__}: {error}",
+                        flush=True,
+                    )
+                # Someone knows that it is down: not a hang.
+                alive()
+                self._closed.wait(min(self.backoff_s * 2**attempt, MAX_BACKOFF_S))
         raise AssertionError("unreachable")
 
 

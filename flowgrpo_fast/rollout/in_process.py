@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.config import SigmasConfig
+from flowgrpo_fast.lifetime import alive
 from flowgrpo_fast.models.base import ModelAdapter, PromptEmbeds, PromptTokens
 from flowgrpo_fast.ops import STREAM_INITIAL, NoiseKey, philox_normal
+from flowgrpo_fast.profile import span
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
 from flowgrpo_fast.rollout.denoise import Velocity, denoise
 from flowgrpo_fast.schedule import window_step_index
@@ -36,6 +39,7 @@ class InProcessRollout:
         self.adapter, self.transformer, self.sigmas, self.device = adapter, transformer, sigmas, device
         self.whole_weights = whole_weights
         self._negative: tuple[PromptTokens, PromptEmbeds] | None = None
+        self._cancelled = threading.Event()
 
     def phase(self, policy_version: int) -> AbstractContextManager[None]:
         return self.whole_weights()
@@ -43,7 +47,8 @@ class InProcessRollout:
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int
     ) -> RolloutBatch:
-        batch = self.sample(requests, sampling, policy_version)
+        with span("rollout"):
+            batch = self.sample(requests, sampling, policy_version, self._poll)
         assert batch.images is not None
         # Images go to the rewards, on the host; copied here, in the rollout's thread, not in the event loop.
         return replace(batch, images=batch.images.cpu())
@@ -66,8 +71,9 @@ class InProcessRollout:
         group_id = torch.tensor([r.group_id for r in requests])[prompt_index]
         window_start = torch.cat([r.window_start for r in requests]) if W else torch.full_like(sample_id, T)
 
-        positive = adapter.encode(stack_tokens([r.tokens for r in requests]))
-        negative = self._encode_negative(requests) if sampling.guidance_scale > 1 else None
+        with span("encode"):
+            positive = adapter.encode(stack_tokens([r.tokens for r in requests]))
+            negative = self._encode_negative(requests) if sampling.guidance_scale > 1 else None
 
         def velocity_of(prompt_of: list[int]) -> Velocity:
             def velocity(x: Tensor, sigma: Tensor, rows: list[int]) -> Tensor:
@@ -113,7 +119,8 @@ class InProcessRollout:
             sample_id=sample_id,
             poll=poll,
         )
-        images = torch.cat([adapter.decode(chunk, height, width) for chunk in trajectory.final.split(DECODE_BATCH)])
+        with span("decode"):
+            images = torch.cat([adapter.decode(chunk, height, width) for chunk in trajectory.final.split(DECODE_BATCH)])
         batch = RolloutBatch(
             latents=trajectory.latents,
             log_probs=trajectory.log_probs,
@@ -137,7 +144,13 @@ class InProcessRollout:
         return batch.to(self.device).validate()
 
     def cancel(self) -> None:
-        """What runs here ends by itself."""
+        """For good: a run in one process is cancelled when it ends."""
+        self._cancelled.set()
+
+    def _poll(self) -> None:
+        alive()
+        if self._cancelled.is_set():
+            raise RuntimeError("the rollout was cancelled")
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -193,7 +193,7 @@ class VllmOmniRollout:
     def _spawn(self, running: set[int]) -> list[ServerProcess]:
         """The replicas of this node that do not run. Only its first rank has any."""
         s = self.settings
-        if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        if int(os.environ.get("LOCAL_RANK", "0")) != 0 or not s.replicas:
             return []
         node = os.uname().nodename
         config_path = self.run_dir / "servers" / f"{node}.yaml"
