@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +45,8 @@ INTERPRETED_ELSEWHERE = (
 LONGEST_FIRST = (
     "test_trainer",
     "test_aot",  # not beside test_trainer: test_launch, which would wait for the same first compilation of a DeepSpeed op
+    "test_faults",
+    "test_engine",
     "test_install",
     "test_vllm_omni_faults",
     "test_vllm_omni",
@@ -97,7 +101,12 @@ def op_backend(request: pytest.FixtureRequest) -> Iterator[str | None]:
 
 def pytest_report_header() -> list[str]:
     nvcc = shutil.which("nvcc") or "not found: the .cu gate of test_aot.py is not collected"
-    return [f"op backends on the CPU: {', '.join(CPU_BACKENDS)}", f"nvcc: {nvcc}"]
+    hosts = (
+        "can be made"
+        if can_make_hosts()
+        else "cannot be made (root is needed): test_multinode.py's two hosts are not collected"
+    )
+    return [f"op backends on the CPU: {', '.join(CPU_BACKENDS)}", f"nvcc: {nvcc}", f"network namespaces: {hosts}"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -114,8 +123,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@functools.cache
+def can_make_hosts() -> bool:
+    """May this user make network, process and mount namespaces, as tests/hosts.py does?"""
+    command = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "ip", "link", "set", "lo", "up"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
 def _is_dropped(name: str) -> bool:
     if name.startswith("test_nvcc"):
         return shutil.which("nvcc") is None
+    if name.startswith(("test_two_hosts", "test_a_rollout_server_on_another_host")):
+        return not can_make_hosts()
     interpreted = "[triton" in name and not torch.cuda.is_available()
     return interpreted and any(part in name for part in INTERPRETED_ELSEWHERE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,8 @@ def test_a_replicated_base_trains_the_same_adapter(tmp_path: Path) -> None:
         trainer = train(tiny_config(tmp_path / where, *QUICK, *LORA, f"engine.frozen_base={where}"))
         frozen = next(p for p in trainer.engine.module.parameters() if not p.requires_grad)
         assert (frozen.numel() > 0) == (where == "replicated")
-    mine, theirs = exported(tmp_path / "replicated"), exported(tmp_path / "partitioned")
-    for name, t in mine.items():
-        torch.testing.assert_close(t, theirs[name], rtol=1e-5, atol=1e-7)
+    for a, b in zip(read_metrics(tmp_path / "replicated"), read_metrics(tmp_path / "partitioned"), strict=True):
+        assert a["optimizer/grad_norm"] == pytest.approx(b["optimizer/grad_norm"], rel=1e-4)
 
 
 def test_offload_to_the_cpu_trains_the_same(tmp_path: Path) -> None:
@@ -214,19 +214,26 @@ def test_engine_settings_that_cannot_be(tmp_path: Path, overrides: list[str], me
         train(tiny_config(tmp_path, *overrides))
 
 
-def test_compiled_blocks_train_with_the_trainers_log_probs(tmp_path: Path) -> None:
+def test_compiled_blocks_train_with_the_trainers_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled forwards round differently; the ratio is 1 by construction, and the difference is reported."""
-    train(
-        tiny_config(
-            tmp_path, *QUICK, "engine.compile_blocks=true", "trainer.total_steps=2", "engine.deterministic=true"
-        )
-    )
-    assert (
-        torch.are_deterministic_algorithms_enabled() is False
-    )  # settle_environment sets it for a whole process, not the trainer
+    # A compilation that was killed leaves half a library in the shared cache.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    train(tiny_config(tmp_path, *QUICK, "engine.compile_blocks=true", "trainer.total_steps=2"))
     for row in read_metrics(tmp_path):
         assert row["policy/ratio_max_deviation"] == 0.0
         assert 0.0 <= row["rollout/log_ratio_max"] < 1e-4
+
+
+def test_deterministic_is_a_switch_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    torch.use_deterministic_algorithms(False)
+    settle_environment(tiny_config(tmp_path, "engine.deterministic=true", "engine.threads=1"), None)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
 
 
 @pytest.fixture

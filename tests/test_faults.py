@@ -106,7 +106,7 @@ def test_sigterm_to_one_rank_saves_on_all_and_exits_0(tmp_path: Path) -> None:
 def test_ranks_notice_that_their_launcher_is_gone(tmp_path: Path, number: signal.Signals) -> None:
     """`deepspeed` dies of either signal without a word to its ranks."""
     launcher = Path(sys.executable).parent / "deepspeed"
-    overrides = (*LONG, "engine.threads=1", "validation.batch_size=2")
+    overrides = (*LONG, "engine.threads=1")
     command = [str(launcher), "--num_accelerators=1", f"--master_port={free_port()}", *arguments(tmp_path, *overrides)]
     with open(tmp_path.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(
@@ -184,7 +184,7 @@ def test_a_reward_service_that_is_down(tmp_path: Path, monkeypatch: pytest.Monke
     patience = 100 if comes_back else 2
     run_dir = tmp_path / "run"
     ranks = start_ranks(
-        2, run_dir, *SMALL, "trainer.total_steps=100" if not comes_back else "trainer.total_steps=40", "rewards.0.name=tests.test_faults:down_from_step_two",
+        2, run_dir, *SMALL, "trainer.total_steps=100" if not comes_back else "trainer.total_steps=15", "rewards.0.name=tests.test_faults:down_from_step_two",
         f"rewarding.patience_s={patience}", "rewarding.max_retries=1", extra={"FLOWGRPO_TEST_SERVICE": str(down)},
     )  # fmt: skip
     wait_for(lambda: steps(run_dir) >= 1, 120, "a step")
@@ -197,7 +197,7 @@ def test_a_reward_service_that_is_down(tmp_path: Path, monkeypatch: pytest.Monke
     codes, output = finish(ranks, 120)
     if comes_back:
         assert codes == [0, 0], output
-        assert steps(run_dir) == 40
+        assert steps(run_dir) == 15
         return
     assert codes == [1, 1], output
     assert "ConnectionError: connection refused by 10.0.0.1:8000" in output
@@ -231,7 +231,7 @@ def _original() -> Any:
 ORIGINAL_LOSS = _original()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_nan_gradient_on_one_rank_skips_the_update_on_both(tmp_path: Path, stage: int) -> None:
     ranks = start_ranks(2, tmp_path, *SMALL, f"engine.zero_stage={stage}", "trainer.total_steps=2", main=poisoned_main)
     codes, output = finish(ranks, 120)

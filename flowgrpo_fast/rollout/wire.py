@@ -69,6 +69,17 @@ class Segment:
             raise WireError(f"shared memory {path} has another size than the {address['size']} bytes announced")
         return cls(fd, address["size"])
 
+    @staticmethod
+    def is_here(address: dict[str, int], content: bytes) -> bool:
+        """Do both sides see one memory? The same pid and descriptor may lead to something else on another host: the content decides."""
+        try:
+            segment = Segment.open(address)
+        except WireError:
+            return False
+        found = segment.map[:]
+        segment.close()
+        return found == content
+
     def address(self) -> dict[str, int]:
         return {"pid": os.getpid(), "fd": self.fd, "size": self.size}
 

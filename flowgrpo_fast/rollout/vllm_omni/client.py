@@ -51,9 +51,11 @@ class ServerClient:
 
     def hello(self, timeout: float) -> dict[str, Any]:
         """Waits for the server to come up. Returns its identity, token ids included. Raises ServerLostError."""
-        segment = Segment.create(1)
+        mark = os.urandom(16)
+        segment = Segment.create(len(mark))
+        segment.map[:] = mark
         try:
-            asked = {"segment": segment.address(), "gpu": cuda_ipc.device_uuid(self.device)}
+            asked = {"segment": segment.address(), "mark": mark.hex(), "gpu": cuda_ipc.device_uuid(self.device)}
             reply = self.call("hello", asked, timeout=timeout)
         finally:
             segment.close()
