@@ -16,7 +16,7 @@ ROLLOUT_PACKAGES := $(ROLLOUT_VENV)/.packages-$(shell cat Makefile $(ROLLOUT_REQ
 ROLLOUT_STAMP := $(ROLLOUT_VENV)/.ready-$(shell cat pyproject.toml Makefile $(ROLLOUT_REQUIREMENTS) | sha256sum | cut -c1-16)
 VLLM := vllm==0.30.0 vllm-omni==0.30.0
 
-.PHONY: setup setup-vllm extension demo test test-vllm lint format bench bench-quick clean
+.PHONY: setup setup-vllm extension demo test test-vllm docs lint format bench bench-quick clean
 
 setup: $(STAMP) $(BUILT)
 
@@ -68,6 +68,10 @@ test:
 test-vllm: setup setup-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_vllm_omni*.py $(ARGS)
 
+# The manual: site/index.html. Strict: a dead link is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,4 +89,4 @@ bench-quick: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(ROLLOUT_VENV) build .pytest_cache .ruff_cache .mypy_cache flowgrpo_fast/_C*.so
+	rm -rf $(VENV) $(ROLLOUT_VENV) build site .pytest_cache .ruff_cache .mypy_cache flowgrpo_fast/_C*.so

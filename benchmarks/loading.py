@@ -1,7 +1,7 @@
 """Host memory of loading a 1.8 GB Qwen-Image transformer into ZeRO-3 partitions, on 2 and 4 CPU ranks: `python -m benchmarks.loading`.
 
 Beyond the partition and what the process took before, a rank may take one shard of the checkpoint and one bucket of parameters. The peak is the
-kernel's own (VmHWM), so nothing between two samples is missed. Writes results/loading_cpu.csv.
+kernel's own (VmHWM), so nothing between two samples is missed. Writes results/loading_cpu.csv, which is committed when every rank is within that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """deepspeed flowgrpo_fast/train.py --config configs/glyphs.yaml [key=value ...] [--dry-run]
 
-Exit codes: 0 done, 2 bad input (one line says what and how to fix it), 1 anything else.
+Exit codes: 0 done, or stopped on request and saved; 2 bad input (one line says what and how to fix it), 1 anything else.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,14 +217,15 @@ def test_transient_errors_are_retried(manager: Callable[..., RewardManager], err
 
 def test_back_off_doubles_and_ends(manager: Callable[..., RewardManager], monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
     run = manager(raising(ConnectionError("refused")), max_retries=3)
     run.backoff_s = 0.5
+    # What it waits on, so that closing the manager ends the wait.
+    monkeypatch.setattr(run._closed, "wait", slept.append)
     result = run.score(IMAGES, PROMPTS, METADATA)
     assert slept == [0.5, 1.0, 2.0]
     assert not result.valid.any()
     assert result.errors[0].endswith("refused")
-    assert "gave up after 4 attempts: ConnectionError: refused" in result.errors[0]
+    assert "gave up after 4 attempts in 0 s: ConnectionError: refused" in result.errors[0]
 
 
 @pytest.mark.parametrize(
@@ -385,3 +385,40 @@ def test_jpeg_size_is_that_of_the_file() -> None:
 def test_jpeg_takes_uint8_images_only(images: Tensor) -> None:
     with pytest.raises(ValueError, match=r"uint8 \[N, 3, H, W\]; got torch"):
         build_reward("jpeg_compressibility")(images, [""], [{}])
+
+
+def test_a_service_that_comes_back_within_patience_costs_no_sample(manager: Callable[..., RewardManager]) -> None:
+    """More failures than max_retries, within patience_s."""
+    calls: list[int] = []
+
+    def back_after_five(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        calls.append(1)
+        if len(calls) <= 5:
+            raise ConnectionError("refused")
+        return torch.ones(len(images))
+
+    run = manager(back_after_five, max_retries=1)
+    run.backoff_s, run.patience_s = 0.001, 60.0
+    assert run.score(IMAGES, PROMPTS, METADATA).valid.all()
+    assert len(calls) == 6
+
+
+def test_a_held_out_reward_is_logged_and_never_trained_on() -> None:
+    """Its score is a metric; where it raises, no sample is lost."""
+    run = RewardManager(
+        [
+            RewardSpec("jpeg_compressibility", label="trained"),
+            RewardSpec("jpeg_incompressibility", label="watched", held_out=True),
+            RewardSpec("tests.test_trainer:raising", label="broken", held_out=True),
+        ]
+    )
+    result = run.score(IMAGES, PROMPTS, METADATA)
+    assert run.labels == ["trained"]
+    assert result.components.shape == (N, 1)
+    assert result.valid.all()
+    assert result.metrics["held_out/watched"].isfinite().all()
+    assert "held_out/broken" not in result.metrics
+    assert any("reward 'broken'" in error for error in result.errors)
+    run.close()
+    with pytest.raises(ValueError, match="at least one reward that is not held out"):
+        RewardManager([RewardSpec("jpeg_compressibility", held_out=True)])

@@ -201,7 +201,7 @@ def test_rewards_overlap_with_generation() -> None:
 
     clock = FakeClock()
     manager = RewardManager([RewardSpec("tests.tiny:brightness")])
-    manager._rewards = [clock]
+    manager._rewards = [("clock", clock, False)]
     run_loops(SingleTurnAgentLoop, make_tasks([record("x", i) for i in range(3)], 0, 2, 1), Recording(), 1, manager)
     assert clock.began[0] < finished[-1]
 
@@ -254,7 +254,7 @@ def test_second_turns_are_batched_by_group_whatever_the_rewards_took() -> None:
             return images.float().mean((1, 2, 3))
 
     manager = RewardManager([RewardSpec("tests.tiny:brightness")], workers=3)
-    manager._rewards = [Slow()]
+    manager._rewards = [("slow", Slow(), False)]
     records = [PromptRecord(i, f"draw {i}", None, {"order": i}) for i in range(3)]
     run_loops(Refine, make_tasks(records, 0, 2, 2), Recording(), 2, manager)
     assert seen == [[0, 2], [4], [1, 3], [5]]

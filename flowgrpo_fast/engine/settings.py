@@ -49,7 +49,8 @@ def deepspeed_config(config: Config, plan: BatchPlan, trainable_parameters: int 
     o, e = config.optimizer, config.engine
     # fp32 adapters over a half-precision base need the section off: `bf16.enabled` would cast the adapters too.
     half_master = has_half_master(config)
-    offloads_optimizer = e.offload_optimizer != "none"
+    # Beside a GPU, DeepSpeed's vectorised Adam steps offloaded weights; where all is on the CPU, torch's needs no compiler.
+    vectorised_adam = e.offload_optimizer != "none" and torch.cuda.is_available()
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": 1,
@@ -75,13 +76,13 @@ def deepspeed_config(config: Config, plan: BatchPlan, trainable_parameters: int 
         "zero_allow_untested_optimizer": True,
         "optimizer": {
             "type": "AdamW",
-            # torch's Adam needs no compiler on the user's machine. Offloaded, DeepSpeed's vectorised CPU Adam is worth one.
+            # torch's Adam: no compiler needed on the user's machine.
             "params": {
                 "lr": o.learning_rate,
                 "betas": o.betas,
                 "eps": o.eps,
                 "weight_decay": o.weight_decay,
-                "torch_adam": not offloads_optimizer,
+                "torch_adam": not vectorised_adam,
             },
         },
     }

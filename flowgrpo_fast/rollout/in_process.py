@@ -47,6 +47,8 @@ class InProcessRollout:
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, policy_version: int
     ) -> RolloutBatch:
+        # concurrency 1: what was cancelled before this call has ended.
+        self._cancelled.clear()
         with span("rollout"):
             batch = self.sample(requests, sampling, policy_version, self._poll)
         assert batch.images is not None
@@ -144,7 +146,7 @@ class InProcessRollout:
         return batch.to(self.device).validate()
 
     def cancel(self) -> None:
-        """For good: a run in one process is cancelled when it ends."""
+        """Ends the call that runs now, before its next denoising step."""
         self._cancelled.set()
 
     def _poll(self) -> None:
