@@ -397,19 +397,6 @@ def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_
     assert all(row["policy/ratio_max_deviation"] > 0 for row in read_metrics(tmp_path / "engine"))
 
 
-def test_the_average_is_sampled_by_the_engine_too(full_server: Running, tmp_path: Path) -> None:
-    """Validation takes the average's weights to the server and back: the same metrics as in process, and other ones than the raw weights'."""
-    average = ("ema.decay=0.9", "ema.warmup=false", "trainer.validate_every=1", "trainer.total_steps=2")
-    run_trainer(tiny_config(tmp_path / "engine", *by_hand(full_server), *average))
-    run_trainer(tiny_config(tmp_path / "here", *average))
-    run_trainer(tiny_config(tmp_path / "raw", *average, "ema.sample=false"))
-    assert_same_training(tmp_path / "engine", tmp_path / "here")
-    engine, here, raw = (read_metrics(tmp_path / name) for name in ("engine", "here", "raw"))
-    assert [row["validation/reward"] for row in engine] == [row["validation/reward"] for row in here]
-    assert engine[-1]["validation/reward"] != raw[-1]["validation/reward"]
-    assert [row["policy/version"] for row in engine] == [0.0, 1.0]
-
-
 @pytest.mark.parametrize(("clip", "trusted"), [(1e-9, False), (1e-3, True)])
 def test_the_gate_takes_the_trainers_log_probs_where_the_engine_is_too_far_off(
     full_server: Running, tmp_path: Path, clip: float, trusted: bool
