@@ -49,8 +49,8 @@ def deepspeed_config(config: Config, plan: BatchPlan, trainable_parameters: int 
     o, e = config.optimizer, config.engine
     # fp32 adapters over a half-precision base need the section off: `bf16.enabled` would cast the adapters too.
     half_master = has_half_master(config)
-    # Beside a GPU, DeepSpeed's vectorised Adam steps offloaded weights; where all is on the CPU, torch's needs no compiler.
-    vectorised_adam = e.offload_optimizer != "none" and torch.cuda.is_available()
+    # Offloaded weights are stepped by DeepSpeed's vectorised CPU Adam, which is worth its compilation.
+    vectorised_adam = e.offload_optimizer != "none"
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": 1,
