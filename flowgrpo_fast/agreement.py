@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast import comm
-from flowgrpo_fast.config import BatchPlan, Config
+from flowgrpo_fast.config import Config
+from flowgrpo_fast.plan import BatchPlan
 from flowgrpo_fast.replay import Replay
 
 SHARE_OF_CLIP = 0.1

@@ -46,15 +46,6 @@ class TrainerState:
     base_fingerprint: int = 0
     """Of the frozen parameters, which are not in the checkpoint."""
 
-    def at(self, step: int, policy_version: int, world_size: int, validation_before: dict[str, float]) -> TrainerState:
-        return replace(
-            self,
-            step=step,
-            policy_version=policy_version,
-            world_size=world_size,
-            validation_before=validation_before,
-        )
-
     def with_best(self, step: int, value: float | None) -> TrainerState:
         if value is None or (self.best_value is not None and value <= self.best_value):
             return self
@@ -122,7 +113,7 @@ def load_checkpoint(engine: Engine, folder: Path, state: TrainerState, device: t
 
     On another number of ranks the state goes through DeepSpeed's universal format, which knows trained parameters only.
     """
-    fingerprint = engine.base_fingerprint()
+    fingerprint = engine.base_fingerprint
     if state.base_fingerprint != fingerprint:
         raise ConfigError(
             f"{folder} was trained on another base model (fingerprint {state.base_fingerprint}, model.path has {fingerprint}): its adapters"
@@ -137,16 +128,10 @@ def load_checkpoint(engine: Engine, folder: Path, state: TrainerState, device: t
         if comm.rank() != 0:
             return
         shutil.rmtree(universal, ignore_errors=True)
-        command = [
-            "-m",
-            "deepspeed.checkpoint.ds_to_universal",
-            "--num_extract_workers",
-            "1",
-            "--num_merge_workers",
-            "1",
-        ]
+        workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *workers]
         paths = ["--input_folder", str(folder / "state"), "--output_folder", str(universal / "state")]
-        done = subprocess.run([sys.executable, *command, *paths], capture_output=True, text=True)
+        done = subprocess.run([*command, *paths], capture_output=True, text=True)
         if done.returncode:
             raise CheckpointError(
                 f"{folder} could not be converted for {comm.world_size()} ranks: {done.stderr[-500:]}"
@@ -170,7 +155,7 @@ def save_checkpoint(engine: Engine, run_dir: Path, config: Config, state: Traine
     temporary = final.with_name(f".{final.name}.tmp")
     local = config.trainer.checkpoint_storage == "local"
     is_writer = comm.rank() == 0 or (local and int(os.environ.get("LOCAL_RANK", "0")) == 0)
-    state = replace(state, base_fingerprint=engine.base_fingerprint())
+    state = replace(state, base_fingerprint=engine.base_fingerprint)
 
     def as_writer(work: Callable[[], None]) -> Callable[[], None]:
         return work if is_writer else lambda: None
@@ -181,6 +166,7 @@ def save_checkpoint(engine: Engine, run_dir: Path, config: Config, state: Traine
         _require_space(temporary, engine)
 
     def write() -> None:
+        # Its collectives are all done when it raises.
         engine.save(temporary)
         if is_writer:
             (temporary / "config.yaml").write_text(config.to_yaml())
@@ -196,19 +182,14 @@ def save_checkpoint(engine: Engine, run_dir: Path, config: Config, state: Traine
         shutil.rmtree(replaced, ignore_errors=True)
 
     # The old ones go when the new one is in place on every node: all nodes have one in common at any time.
-    stages = (
-        as_writer(prepare),
-        write,
-        as_writer(put_in_place),
-        as_writer(lambda: _prune(run_dir, final, config, state)),
-    )
-    for work in stages:
-        failure: Exception | None = None
+    prune = lambda: _prune(run_dir, final, config, state)  # noqa: E731
+    for work in (as_writer(prepare), write, as_writer(put_in_place), as_writer(prune)):
         try:
-            work()
-        except Exception as error:
-            failure = error
-        _agree(failure, final, device, temporary if is_writer else None)
+            comm.together(work, device)
+        except Exception as failure:
+            if is_writer:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise _not_written(final, failure) from failure
     return final
 
 
@@ -221,15 +202,10 @@ def _prune(run_dir: Path, newest: Path, config: Config, state: TrainerState) -> 
         shutil.rmtree(old)
 
 
-def _agree(failure: Exception | None, final: Path, device: torch.device, temporary: Path | None = None) -> None:
-    if comm.all_ok(failure is None, device):
-        return
-    if temporary is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
-    reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank failed"
+def _not_written(final: Path, failure: Exception) -> CheckpointError:
     previous = checkpoints(final.parent.parent)
     kept = f"the previous checkpoint {previous[-1].name} is intact" if previous else "there is no earlier checkpoint"
-    raise CheckpointError(f"could not write {final}: {reason}; {kept}") from failure
+    return CheckpointError(f"could not write {final}: {type(failure).__name__}: {failure}; {kept}")
 
 
 def _require_space(folder: Path, engine: Engine) -> None:

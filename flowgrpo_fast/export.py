@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowgrpo_fast.buckets import buckets
 from flowgrpo_fast.models.base import ModelAdapter
 
 SHARD_BYTES = 2 * 2**30
@@ -48,7 +50,7 @@ def save_pipeline(
     sizes: parameter name -> bytes. gather: some names -> their tensors on the CPU, or None on a rank that does not write; called in the same
     order on all ranks, a shard at a time, so that memory stays at one shard.
     """
-    shards = list(_shards(sizes, shard_bytes))
+    shards = list(buckets(sizes, shard_bytes))
     names = [f"{STEM}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     with _replacing(out) as temporary:
         folder = temporary / adapter.transformer_folder.name
@@ -76,35 +78,19 @@ def save_pipeline(
             (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    shard: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if shard and total + size > limit:
-            yield shard
-            shard, total = [], 0
-        shard.append(name)
-        total += size
-    if shard:
-        yield shard
-
-
-class _replacing:
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
     """A folder written beside `out` and renamed over it; on an error nothing is left and `out` is as before."""
-
-    def __init__(self, out: Path) -> None:
-        self.out, self.temporary = out, out.with_name(f".{out.name}.tmp.{os.getpid()}")
-
-    def __enter__(self) -> Path:
-        return self.temporary
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    temporary = out.with_name(f".{out.name}.tmp.{os.getpid()}")
+    try:
+        yield temporary
         # A rank that wrote nothing has no folder.
-        if kind is None and self.temporary.exists():
-            shutil.rmtree(self.out, ignore_errors=True)
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(self.temporary, self.out)
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        if temporary.exists():
+            shutil.rmtree(out, ignore_errors=True)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _link(source: Any, target: Any) -> Any:

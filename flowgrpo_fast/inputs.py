@@ -7,10 +7,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from flowgrpo_fast.algorithms import build_algorithm
-from flowgrpo_fast.config import BatchPlan, Config, ConfigError, batch_plan
+from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.data.prompts import PromptRecord, load_prompts
 from flowgrpo_fast.models import resolve_model_path
 from flowgrpo_fast.models.base import ModelAdapter
+from flowgrpo_fast.plan import BatchPlan, batch_plan
 from flowgrpo_fast.rewards import RewardManager, RewardSpec
 from flowgrpo_fast.rollout.agent_loop import agent_loop_class
 from flowgrpo_fast.rollout.base import SamplingParams

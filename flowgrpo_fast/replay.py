@@ -16,11 +16,12 @@ from torch import Tensor
 from flowgrpo_fast import comm
 from flowgrpo_fast.algorithms import Algorithm, LossInputs
 from flowgrpo_fast.batch import RolloutBatch
-from flowgrpo_fast.config import BatchPlan, Config
+from flowgrpo_fast.config import Config
 from flowgrpo_fast.engine import Engine
 from flowgrpo_fast.lifetime import alive
 from flowgrpo_fast.models.base import ModelAdapter, PromptEmbeds
 from flowgrpo_fast.ops import sde_log_prob
+from flowgrpo_fast.plan import BatchPlan
 from flowgrpo_fast.rollout.base import NonFiniteError
 from flowgrpo_fast.schedule import StepCoefficients, sde_coefficients
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowgrpo_fast.config import BatchPlan, Config
+from flowgrpo_fast.config import Config
+from flowgrpo_fast.plan import BatchPlan
 from flowgrpo_fast.profile import peak_memory
 from flowgrpo_fast.replay import Replay
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -368,7 +369,13 @@ class Trainer:
         return [float(value) for value in combined]
 
     def _advanced(self, step: int, before: dict[str, float]) -> TrainerState:
-        return self.state.at(step, step * self.plan.updates, self.inputs.world_size, before)
+        return replace(
+            self.state,
+            step=step,
+            policy_version=step * self.plan.updates,
+            world_size=self.inputs.world_size,
+            validation_before=before,
+        )
 
 
 def metric_name(name: str) -> str:

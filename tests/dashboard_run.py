@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
+from flowgrpo_fast.dashboard import Dashboard
 from flowgrpo_fast.metrics import MetricsWriter
 from flowgrpo_fast.samples import image_grid, write_prompt_samples
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "my <run>")
+
+
+@pytest.fixture
+def live(run_dir: Path) -> Iterator[Dashboard]:
+    dashboard = Dashboard(run_dir, port=0).start()
+    yield dashboard
+    dashboard.close()
 
 
 def make_run(folder: Path) -> Path:

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,9 @@ from flowgrpo_fast import dashboard as module
 from flowgrpo_fast.dashboard import Dashboard
 from flowgrpo_fast.metrics import MetricsWriter
 from flowgrpo_fast.samples import write_prompt_samples
-from tests.dashboard_run import make_run
+from tests.dashboard_run import live, run_dir
 
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "my <run>")
-
-
-@pytest.fixture
-def live(run_dir: Path) -> Iterator[Dashboard]:
-    dashboard = Dashboard(run_dir, port=0).start()
-    yield dashboard
-    dashboard.close()
+__all__ = ["live", "run_dir"]  # fixtures, used by name
 
 
 def request(

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,9 @@ import pytest
 from flowgrpo_fast.dashboard import Dashboard, main
 from flowgrpo_fast.metrics import MetricsWriter
 from tests.browser import dom
-from tests.dashboard_run import make_run, step_metrics
+from tests.dashboard_run import live, run_dir, step_metrics
 
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "my <run>")
-
-
-@pytest.fixture
-def live(run_dir: Path) -> Iterator[Dashboard]:
-    dashboard = Dashboard(run_dir, port=0).start()
-    yield dashboard
-    dashboard.close()
+__all__ = ["live", "run_dir"]  # fixtures, used by name
 
 
 def test_chromium_draws_the_run_and_a_row_written_meanwhile_appears(

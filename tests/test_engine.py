@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowgrpo_fast.algorithms.flow_grpo import FlowGRPO
-from flowgrpo_fast.config import Config, ConfigError, SigmasConfig, batch_plan
+from flowgrpo_fast.config import Config, ConfigError, SigmasConfig
 from flowgrpo_fast.engine import deepspeed_config
 from flowgrpo_fast.engine.loading import load_partitioned
 from flowgrpo_fast.export import main as export
 from flowgrpo_fast.inputs import Inputs, validation_params
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.models.qwen_image import QwenImageAdapter
+from flowgrpo_fast.plan import batch_plan
 from flowgrpo_fast.rollout.in_process import InProcessRollout
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import Tensor, nn
 
 from flowgrpo_fast import comm
-from flowgrpo_fast.config import BatchPlan, Config
+from flowgrpo_fast.config import Config
 from flowgrpo_fast.engine.ema import Ema, Masters
 from flowgrpo_fast.engine.loading import add_lora, load_partitioned
 from flowgrpo_fast.engine.sequence_parallel import SequenceParallel
 from flowgrpo_fast.engine.settings import clips_by_itself, coalesces, deepspeed_config, learning_rate, stage
 from flowgrpo_fast.models.base import ModelAdapter
+from flowgrpo_fast.plan import BatchPlan
 from flowgrpo_fast.profile import span
 
 # DeepSpeed 0.19 calls collectives by the names that torch 2.13 is about to retire: one warning a call, and nothing a user can do.
@@ -204,8 +206,9 @@ class Engine:
         if self.ema is not None:
             self.ema.load(folder / "ema")
 
+    @cached_property
     def base_fingerprint(self) -> int:
-        """Checksum of the frozen parameters' bits, the same for any number of ranks; 0 without any. A collective.
+        """Checksum of the frozen parameters' bits, the same for any number of ranks; 0 without any. A collective, at its first use.
 
         They are not in a checkpoint: a resumed run reads them from the base model again, which must be the same.
         """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from flowgrpo_fast import comm
+from flowgrpo_fast.buckets import buckets
 from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.models.base import ModelAdapter
 
@@ -55,9 +55,9 @@ def stream_weights(network: nn.Module, folder: Path) -> None:
             f"{folder} does not fit its own config.json: {len(missing)} parameter(s) missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
         )
     for file in sorted(set(located.values())):
-        names = [name for name in named if located[name] == file]
+        sizes = {name: int(p.ds_numel) for name, p in named.items() if located[name] == file}  # type: ignore[attr-defined]
         with safe_open(folder / file, framework="pt") as shard:
-            for bucket in _buckets(names, named):
+            for bucket in buckets(sizes, BUCKET_ELEMENTS):
                 # The first rank's values reach all others on the way out.
                 with deepspeed.zero.GatheredParameters([named[name] for name in bucket], modifier_rank=0):
                     if comm.rank() == 0:
@@ -77,20 +77,6 @@ def _located(folder: Path) -> dict[str, str]:
         raise ConfigError(f"model.path: {folder} has no {single.name} and no index; save the pipeline as safetensors")
     with safe_open(single, framework="pt") as shard:
         return dict.fromkeys(shard.keys(), single.name)
-
-
-def _buckets(names: list[str], named: dict[str, nn.Parameter]) -> Iterator[list[str]]:
-    bucket: list[str] = []
-    size = 0
-    for name in names:
-        numel = int(named[name].ds_numel)  # type: ignore[attr-defined]
-        if bucket and size + numel > BUCKET_ELEMENTS:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(name)
-        size += numel
-    if bucket:
-        yield bucket
 
 
 @torch.no_grad()

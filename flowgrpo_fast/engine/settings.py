@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from flowgrpo_fast.config import BatchPlan, Config, ConfigError, OptimizerConfig
+from flowgrpo_fast.config import Config, ConfigError, OptimizerConfig
+from flowgrpo_fast.plan import BatchPlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUCKET = 500_000_000

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowgrpo_fast.models.base import ModelAdapter, PromptEmbeds
 from flowgrpo_fast.ops import STREAM_INITIAL, NoiseKey, philox_normal
@@ -99,18 +99,3 @@ def require_equal_probe(mine: Tensor, theirs: Tensor, dtype: torch.dtype, what: 
             f" (allowed {PROBE_TOLERANCE[dtype]:g} in {dtype}): the server runs other weights than it was sent, or ignores some of them"
         )
     return difference
-
-
-def buckets(parameters: dict[str, nn.Parameter], limit: int, numel: Any) -> Iterator[dict[str, nn.Parameter]]:
-    """Named parameters in their order, cut so that no bucket has more than `limit` elements (a larger parameter has one of its own)."""
-    bucket: dict[str, nn.Parameter] = {}
-    size = 0
-    for name, parameter in parameters.items():
-        n = numel(parameter)
-        if bucket and size + n > limit:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = parameter
-        size += n
-    if bucket:
-        yield bucket

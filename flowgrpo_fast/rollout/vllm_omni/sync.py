@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast import comm
+from flowgrpo_fast.buckets import buckets
 from flowgrpo_fast.config import Config
 from flowgrpo_fast.engine import DTYPES, LORA, Engine
 from flowgrpo_fast.models.base import ModelAdapter
@@ -22,7 +23,6 @@ from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
 from flowgrpo_fast.rollout.weights import (
     FlatTensors,
     WeightSyncError,
-    buckets,
     checksum,
     lora_checksums,
     lora_modules,
@@ -83,8 +83,9 @@ class WeightSync:
         """Double-buffered: bucket n + 1 is gathered and copied while the servers load bucket n."""
         limit = int(self.config.rollout.server.bucket_mb * 2**20) // self.dtype.itemsize
         parameters = dict(self.engine.module.named_parameters())
-        cut = list(buckets(parameters, limit, self.engine.numel))
-        largest = max(sum(self.engine.numel(p) for p in bucket.values()) for bucket in cut)
+        sizes = {name: self.engine.numel(p) for name, p in parameters.items()}
+        cut = list(buckets(sizes, limit))
+        largest = max(sum(sizes[name] for name in names) for names in cut)
         error: Exception | None = None
         segments = [Segment.create(largest * self.dtype.itemsize) for _ in range(2)] if owned else []
         sending: list[Future[None] | None] = [None, None]
@@ -98,7 +99,8 @@ class WeightSync:
                 loaded[client.address] = loaded.get(client.address, 0) + modules
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as sender:
-            for n, bucket in enumerate(cut):
+            for n, names in enumerate(cut):
+                bucket = {name: parameters[name] for name in names}
                 # Every rank enters every gather, whatever has gone wrong here: nobody is left waiting in it.
                 with self.engine.gathered(list(bucket.values())):
                     if not owned or error is not None:
