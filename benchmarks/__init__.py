@@ -4,6 +4,7 @@
 |---|---|
 | `python -m benchmarks.kernels` | every op: time, share of the copy bandwidth, bytes, launches |
 | `python -m benchmarks.training_step` | the loss of one micro-batch: launches, bytes that autograd keeps |
+| `python -m benchmarks.step` | a whole step, rollout and update, on two ZeRO-3 ranks, against the peers' loop |
 | `python -m benchmarks.advantages` | group advantages, 64 to 65,536 rewards, against the peers' Python loops |
 | `python -m benchmarks.exchange` | RolloutBatch to another process, against nested lists and pickle |
 | `python -m benchmarks.roofline` | GB/s against the copy of equally many bytes, by size |

@@ -71,7 +71,7 @@ def load(queue: multiprocessing.Queue, folder: str, environment: dict[str, str])
     import torch
     from diffusers import QwenImageTransformer2DModel
 
-    from flowgrpo_fast.engine.loading import BUCKET_ELEMENTS, load_partitioned
+    from flowgrpo_fast.engine.loading import BUCKET_BYTES, load_partitioned
 
     deepspeed.init_distributed(verbose=False)
 
@@ -92,7 +92,7 @@ def load(queue: multiprocessing.Queue, folder: str, environment: dict[str, str])
     whole = sum(p.ds_numel * 4 for p in network.parameters()) / 2**20
     index = json.loads((Adapter.transformer_folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
     shard = max((Adapter.transformer_folder / f).stat().st_size for f in set(index["weight_map"].values())) / 2**20
-    bucket = BUCKET_ELEMENTS * 4 / 2**20
+    bucket = BUCKET_BYTES / 2**20
     beyond = peak - baseline - partition
     queue.put(
         {

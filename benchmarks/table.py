@@ -6,6 +6,7 @@ import csv
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -102,19 +103,24 @@ def versions() -> str:
 
 
 class Table:
-    """Writes each row when it is known, so that a run that is cut short leaves what it measured."""
+    """Writes each row when it is known, so that a run that is cut short leaves what it measured.
 
-    def __init__(self, path: Path, device: str) -> None:
-        self.path, self._environment = path, environment(device)
+    columns: of the file. printed: name -> width, of what is printed.
+    """
+
+    def __init__(
+        self, path: Path, device: str, columns: Iterable[str] = COLUMNS, printed: Mapping[str, int] = _PRINTED
+    ) -> None:
+        self.path, self._environment, self._printed = path, environment(device), printed
         self.busy = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, list(COLUMNS))
+        self._writer = csv.DictWriter(self._file, list(columns))
         self._writer.writeheader()
 
     def __enter__(self) -> Table:
         print(", ".join(self._environment.values()))
-        print("  ".join(name.ljust(width) for name, width in _PRINTED.items()), flush=True)
+        print("  ".join(name.ljust(width) for name, width in self._printed.items()), flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +133,7 @@ class Table:
         self.busy += values.get("idle") == "no"
         self._writer.writerow(row)
         self._file.flush()
-        print("  ".join(row.get(name, "").ljust(width) for name, width in _PRINTED.items()).rstrip(), flush=True)
+        print("  ".join(row.get(name, "").ljust(width) for name, width in self._printed.items()).rstrip(), flush=True)
 
 
 def read(path: Path) -> list[dict[str, str]]:

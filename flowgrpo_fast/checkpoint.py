@@ -6,6 +6,7 @@ run_dir/checkpoints/step-000040/   config.yaml, trainer.json, state/ (DeepSpeed:
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -41,15 +42,18 @@ class TrainerState:
     world_size: int
     validation_before: dict[str, float]
     best_step: int | None = None
-    """Of the best validation so far, by trainer.best_metric; its checkpoint is kept."""
+    """Of the saved checkpoints that were validated, the one with the highest trainer.best_metric: it is kept."""
+    best_metric: str | None = None
     best_value: float | None = None
     base_fingerprint: int = 0
     """Of the frozen parameters, which are not in the checkpoint."""
 
-    def with_best(self, step: int, value: float | None) -> TrainerState:
-        if value is None or (self.best_value is not None and value <= self.best_value):
+    def with_best(self, step: int, metric: str, value: float) -> TrainerState:
+        """After a validation of `step`, which will be saved."""
+        before = self.best_value if self.best_metric == metric else None
+        if not math.isfinite(value) or (before is not None and value <= before):
             return self
-        return replace(self, best_step=step, best_value=value)
+        return replace(self, best_step=step, best_metric=metric, best_value=value)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

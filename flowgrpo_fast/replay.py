@@ -24,6 +24,7 @@ from flowgrpo_fast.ops import sde_log_prob
 from flowgrpo_fast.plan import BatchPlan
 from flowgrpo_fast.rollout.base import NonFiniteError
 from flowgrpo_fast.schedule import StepCoefficients, sde_coefficients
+from flowgrpo_fast.step_metrics import StepMetrics
 
 # How a metric of micro-batches (and ranks) becomes one number; everything else is a mean weighted by kept pairs.
 SUMMED = {"loss", "kl", "kept"}
@@ -110,12 +111,17 @@ class Replay:
         denominator = torch.tensor(kept_everywhere / self.plan.world_size, device=valid.device)
         rows: list[dict[str, Tensor]] = []
         log_probs: list[Tensor] = []
+        c, steps = self.config.algorithm, len(self.batch.sigmas) - 1
+        by_step = StepMetrics(steps, c.clip_low, c.clip_high, valid.device)
         with self.engine.accumulation():
             for m in micro_batches:
-                loss, log_prob, metrics = self.algorithm.loss(self._inputs(index, m, advantages, valid, denominator))
+                inputs = self._inputs(index, m, advantages, valid, denominator)
+                loss, log_prob, metrics = self.algorithm.loss(inputs)
                 metrics["loss"] = loss.detach()
                 self.engine.backward(loss)
-                keep = valid[m.samples]
+                keep = inputs.mask
+                old = log_prob if inputs.old_log_prob is None else inputs.old_log_prob
+                by_step.add(self.batch.step_index[m.samples, m.slots], log_prob, old, inputs.advantage, keep)
                 difference = torch.where(keep, (log_prob - self.batch.log_probs[m.samples, m.slots]).abs(), 0.0)
                 for name in AVERAGED_OVER_RANKS & metrics.keys():
                     metrics[name] = metrics[name] / self.plan.world_size
@@ -128,7 +134,8 @@ class Replay:
                 alive()
         self._require_finite(micro_batches, log_probs)
         grad_norm, rate, applied = self.engine.step()
-        return reduce_metrics(rows) | {"grad_norm": grad_norm, "lr": rate, "skipped": float(not applied)}
+        own = {"grad_norm": grad_norm, "lr": rate, "skipped": float(not applied)}
+        return reduce_metrics(rows) | by_step.reduced() | own
 
     def _micro_batches(self, index: int) -> list[MicroBatch]:
         """The pairs of update `index`, cut into forwards of micro_batch_size."""

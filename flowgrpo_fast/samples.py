@@ -171,15 +171,15 @@ def read_prompt_samples(folder: Path, prompts: int, moments: int) -> dict[int, l
 
 
 def moment_order(moment: str) -> tuple[int, int, str]:
-    """Sorts moments as time does: "before", "step_<n>" by n, "after"."""
-    step = re.match(r"step_(\d+)", moment)
+    """Sorts moments as time does: "before", "step_<n>" and "training_<n>" by n, "after"."""
+    step = re.match(r"(?:step|training)_(\d+)", moment)
     place = {"before": 0, "after": 2}.get(moment, 1)
     return place, int(step[1]) if step else 0, moment
 
 
 def moment_words(moment: str) -> str:
-    """ "step_000010" -> "step 10"."""
-    return re.sub(r"^step_(\d+)", lambda step: f"step {int(step[1]):,}", moment).replace("_", " ")
+    """ "step_000010" -> "step 10", "training_000010" -> "training 10"."""
+    return re.sub(r"^(step|training)_(\d+)", lambda m: f"{m[1]} {int(m[2]):,}", moment).replace("_", " ")
 
 
 def evenly(items: Sequence[T], most: int) -> list[T]:

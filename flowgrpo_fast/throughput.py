@@ -42,7 +42,8 @@ class Throughput:
         self.forward_flops = counter.get_total_flops()
 
     def metrics(self, step_seconds: float, timings: dict[str, float]) -> dict[str, float]:
-        """throughput/images_per_s over all ranks; throughput/tflops_per_s and throughput/mfu of the update phase on this rank."""
+        """Step without its validation; throughput/images_per_s over all ranks; throughput/tflops_per_s and throughput/mfu of the update
+        phase on this rank."""
         plan = self.plan
         result = {
             "timing/step_s": step_seconds,
@@ -50,7 +51,8 @@ class Throughput:
         } | peak_memory()
         update = timings.get("timing/update_s")
         if update and self.forward_flops:
-            flops = PASSES * self.forward_flops * plan.micro_batches * plan.updates
+            # A sequence-parallel rank runs its share of every forward of its group.
+            flops = PASSES * self.forward_flops * plan.shared().micro_batches * plan.updates
             result["throughput/tflops_per_s"] = flops / update / 1e12
             if self.peak is not None:
                 result["throughput/mfu"] = flops / update / 1e12 / self.peak

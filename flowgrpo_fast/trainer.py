@@ -15,11 +15,11 @@ from torch import Tensor
 from flowgrpo_fast import comm
 from flowgrpo_fast.agreement import AgreementGate
 from flowgrpo_fast.checkpoint import TrainerState, check_resumable, find_checkpoint, load_checkpoint, save_checkpoint
-from flowgrpo_fast.config import Config
+from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.data.sampler import GroupSampler, rank_slice
 from flowgrpo_fast.engine import DTYPES, Engine
 from flowgrpo_fast.inputs import Inputs, sampling_params, validation_params, window_config
-from flowgrpo_fast.lifetime import Stopped, StopRequest, end_watch, watch_progress
+from flowgrpo_fast.lifetime import Stopped, StopRequest, alive, end_watch, watch_progress
 from flowgrpo_fast.metrics import PhaseTimer, Progress
 from flowgrpo_fast.models import build_adapter
 from flowgrpo_fast.profile import profiled_step
@@ -99,12 +99,15 @@ class Trainer:
                 before = self.state.validation_before
                 if not before:
                     before = self._validate(self.state.step, "before")
+                self._require_best_metric(before)
                 self.state = self._advanced(self.state.step, before)
                 self.timer.pop()
                 for step in range(self.state.step, t.total_steps):
                     step_began, done, last = time.perf_counter(), step + 1, step + 1 == t.total_steps
+                    saves = last or (t.save_every > 0 and done % t.save_every == 0)
                     with self._profiled(done):
                         metrics = self._step(step)
+                    step_seconds = time.perf_counter() - step_began
                     if first_ratio is None and "policy/first_ratio_max_deviation" in metrics:
                         first_ratio = metrics["policy/first_ratio_max_deviation"]
                         progress.message(
@@ -116,18 +119,19 @@ class Trainer:
                         try:
                             after = self._validate(done, "after" if last else f"step_{done:06d}")
                             metrics |= {f"validation/{name}": value for name, value in after.items()}
-                            self.state = self.state.with_best(done, after.get(t.best_metric))
+                            if saves and after:
+                                self.state = self.state.with_best(done, t.best_metric, after[t.best_metric])
                         except (Stopped, RewardFailure) as reason:
                             # The step itself is done: its row is written and its weights are saved below.
                             stopped = reason
                     timings = self.timer.pop()
-                    metrics |= timings | self.throughput.metrics(time.perf_counter() - step_began, timings)
+                    metrics |= timings | self.throughput.metrics(step_seconds, timings)
                     progress.update(done, metrics)
                     # Before the checkpoint: a kill in between repeats the step, and its row; the other way round the row would be lost.
                     self.recorder.metrics(done, metrics)
                     if stopped is not None:
                         raise stopped
-                    if last or (t.save_every and done % t.save_every == 0):
+                    if saves:
                         self._save()
                     if t.export_every and done % t.export_every == 0 and not last:
                         self.recorder.export(f"step-{done:06d}", self.engine, self.adapter)
@@ -152,9 +156,19 @@ class Trainer:
         self.recorder.summary(before, after, self.engine, first_ratio, seconds)
         return after
 
+    def _require_best_metric(self, validation: dict[str, float]) -> None:
+        """On every rank alike: they have the same metrics."""
+        name = self.config.trainer.best_metric
+        if validation and name not in validation:
+            raise ConfigError(
+                f"trainer.best_metric = {name!r} is not measured by validation, which has {', '.join(sorted(validation))}"
+            )
+
     def _save(self) -> None:
+        alive()
         with self.timer("save"):
             save_checkpoint(self.engine, self.run_dir, self.config, self.state, self.device)
+        alive()
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
@@ -182,7 +196,7 @@ class Trainer:
             rewards, advantages, valid, metrics = self._advantages(result)
         every = self.config.logging.samples_every
         if every and (step + 1) % every == 0:
-            self.recorder.grid(step + 1, f"step_{step + 1:06d}", result, [float(r) for r in rewards])
+            self.recorder.grid(step + 1, f"training_{step + 1:06d}", result, [float(r) for r in rewards])
         if self.config.rollout.overlap and step + 1 < self.config.trainer.total_steps:
             self._start_next_rollout(step + 1)
         with self.timer("update"):
@@ -270,6 +284,7 @@ class Trainer:
             began = time.perf_counter()
             with self.rollout.phase(policy_version):
                 self.timer.add("sync", time.perf_counter() - began)
+                alive()
                 try:
                     result = self._sample(tasks, sampling, groups_per_batch, policy_version)
                 except Exception as problem:

@@ -55,6 +55,7 @@ def test_extends_in_a_circle(tmp_path: Path) -> None:
         ("rewards=[]", "rewards = .*at least 1"),
         ("model.path=null", "model.path = None"),
         ("seed", "not of the form key=value"),
+        ("engine.timeout_s=300", "rewarding.patience_s 600 must be less than engine.timeout_s 300"),
     ],
 )
 def test_mistakes_name_key_value_and_fix(override: str, message: str) -> None:

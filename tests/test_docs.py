@@ -54,6 +54,9 @@ def test_every_config_key_has_a_row(site: Path) -> None:
     assert len(KEYS) > 100
     for key in sorted(KEYS):
         assert f'<code id="{key}">{key}</code>' in page, key
+    for row in page.split("<tr>"):
+        if "<code id=" in row:
+            assert not re.search(r"<td>\s*</td>\s*</tr>", row), f"a key without a docstring: {row}"
     # A type with bounds, a default and a docstring, as they stand in config.py.
     row = next(row for row in page.split("<tr>") if 'id="rewarding.max_failure_share"' in row)
     for part in ("number, ≥ 0, ≤ 1", "0.1", "The run stops when more than this share"):

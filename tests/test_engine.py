@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowgrpo_fast.algorithms.flow_grpo import FlowGRPO
@@ -90,6 +91,22 @@ def test_files_that_do_not_fit_the_network(tmp_path: Path) -> None:
     )
     config = tiny_config(tmp_path / "run", *QUICK)
     with pytest.raises(ConfigError, match=r"does not fit its own config.json: \d+ parameter\(s\) missing"):
+        load_partitioned(
+            QwenImageAdapter(folder, CPU, torch.float32), deepspeed_config(config, batch_plan(config, 1, 1))
+        )
+
+
+def test_a_file_of_another_shape_is_refused_before_any_rank_waits(tmp_path: Path) -> None:
+    folder = tmp_path / "wrong"
+    shutil.copytree(tiny_pipeline(), folder)
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["img_in.weight"] = tensors["img_in.weight"][:, :-1].contiguous()
+    save_file(tensors, file)
+    config = tiny_config(tmp_path / "run", *QUICK)
+    with pytest.raises(
+        ConfigError, match=r"model.path: img_in.weight is \[\d+, 63\] in the file and \[\d+, 64\] in the network"
+    ):
         load_partitioned(
             QwenImageAdapter(folder, CPU, torch.float32), deepspeed_config(config, batch_plan(config, 1, 1))
         )

@@ -157,7 +157,7 @@ hang_in_step_two.calls = 0
 
 def test_a_hung_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
     ranks = start_ranks(
-        2, tmp_path, *SMALL, "rewards.0.name=tests.test_faults:hang_in_step_two", "engine.timeout_s=10", "trainer.save_every=1",
+        2, tmp_path, *SMALL, "rewards.0.name=tests.test_faults:hang_in_step_two", "engine.timeout_s=10", "rewarding.patience_s=5", "trainer.save_every=1",
     )  # fmt: skip
     began = time.monotonic()
     codes, output = finish(ranks, 90)

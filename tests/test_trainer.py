@@ -225,7 +225,7 @@ def test_zero_stages_agree(tmp_path: Path) -> None:
     for stage in range(4):
         train(tiny_config(tmp_path / str(stage), f"engine.zero_stage={stage}", "trainer.total_steps=1"))
         norms.append(read_metrics(tmp_path / str(stage))[0]["optimizer/grad_norm"])
-    # Stages 1 to 3 agree exactly; stage 0's norm is torch's, summed in another order.
+    # The norm is summed in another order by each.
     assert norms == pytest.approx([norms[3]] * 4, rel=1e-4)
 
 
@@ -264,10 +264,45 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
         "metrics.jsonl",
         "samples/before.png",
         "samples/after.png",
-        "samples/step_000001.png",
+        "samples/training_000001.png",
     ):
         assert (tmp_path / name).stat().st_size > 0, name
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_ratio_and_clipping_by_denoising_step_add_up_to_those_of_the_update(tmp_path: Path) -> None:
+    """Two updates a rollout, so that the second is off-policy; windows per sample, so that steps have unequal numbers of pairs."""
+    off_policy = ("algorithm.updates_per_rollout=2", "algorithm.clip_low=1e-6", "algorithm.clip_high=1e-6")
+    train(tiny_config(tmp_path, "rollout.window={size: 1, range: [0,3], scope: sample}", *off_policy))
+    for row in read_metrics(tmp_path):
+        by_step = {name.split("/")[1] for name in row if name.startswith("policy/step_")}
+        assert by_step <= {"step_00", "step_01", "step_02"}
+        assert len(by_step) > 1
+        assert row["policy/ratio_max_deviation"] > 0
+        largest = max(row[f"policy/{s}/ratio_max_deviation"] for s in by_step)
+        # The op has the deviation from expm1, which rounds less.
+        assert largest == pytest.approx(row["policy/ratio_max_deviation"], abs=1e-7)
+        for name in ("ratio_mean", "clip_fraction_low", "clip_fraction_high"):
+            parts = [row[f"policy/{s}/{name}"] for s in by_step]
+            assert min(parts) - 1e-7 <= row[f"policy/{name}"] <= max(parts) + 1e-7, name
+    assert any(row["policy/clip_fraction_low"] > 0 for row in read_metrics(tmp_path))
+
+
+def test_the_best_validated_checkpoint_is_kept(tmp_path: Path) -> None:
+    settings = (
+        "trainer.save_every=1",
+        "trainer.validate_every=1",
+        "trainer.keep_checkpoints=1",
+        "trainer.total_steps=4",
+    )
+    train(tiny_config(tmp_path, *settings, "optimizer.learning_rate=0.05"))
+    scores = [row["validation/brightness"] for row in read_metrics(tmp_path)]
+    best = 1 + scores.index(max(scores))
+    assert [p.name for p in checkpoints(tmp_path)] == [f"step-{s:06d}" for s in sorted({best, 4})]
+    with pytest.raises(
+        ConfigError, match="trainer.best_metric = 'brigthness' is not measured by validation, which has brightness"
+    ):
+        train(tiny_config(tmp_path / "other", "trainer.best_metric=brigthness"))
 
 
 def raising(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:

@@ -397,6 +397,24 @@ def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_
     assert all(row["policy/ratio_max_deviation"] > 0 for row in read_metrics(tmp_path / "engine"))
 
 
+def test_the_average_is_sampled_by_the_engine_too(full_server: Running, tmp_path: Path) -> None:
+    """Validation is of the EMA weights: the engine gets them as a policy of their own, then the trained ones again."""
+    averaged = ("ema.decay=0.9", "ema.warmup=false", "trainer.validate_every=1", "trainer.total_steps=2")
+    runs = {
+        "engine": (*by_hand(full_server), *averaged),
+        "here": averaged,
+        "raw": (*averaged, "ema.sample=false"),
+    }
+    seen = {}
+    for name, overrides in runs.items():
+        run_trainer(tiny_config(tmp_path / name, *overrides))
+        seen[name] = [row["validation/reward"] for row in read_metrics(tmp_path / name)]
+    assert len(seen["engine"]) == 2
+    assert seen["engine"] == seen["here"]
+    assert seen["engine"] != seen["raw"]
+    assert_same_training(tmp_path / "engine", tmp_path / "here")
+
+
 @pytest.mark.parametrize(("clip", "trusted"), [(1e-9, False), (1e-3, True)])
 def test_the_gate_takes_the_trainers_log_probs_where_the_engine_is_too_far_off(
     full_server: Running, tmp_path: Path, clip: float, trusted: bool

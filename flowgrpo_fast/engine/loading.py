@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from diffusers.models.modeling_utils import no_init_weights
 from peft import LoraConfig as PeftLoraConfig
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from flowgrpo_fast import comm
 from flowgrpo_fast.buckets import buckets
@@ -25,8 +26,11 @@ from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.models.base import ModelAdapter
 
 LORA = "policy"
-# A gather holds its bucket several times for a moment: in the parameters, flat, and on its way through gloo.
-BUCKET_ELEMENTS = 8 * 2**20
+# The memory that a gather may take on a rank. It holds what it gathers up to three times: in the parameters, flat, and on its way through gloo.
+BUCKET_BYTES = 96 * 2**20
+COPIES = 3
+# glibc's parameter of mallopt, and the value that it settles at by itself in a process that frees large tensors.
+M_MMAP_THRESHOLD, SETTLED = -3, 32 * 2**20
 
 
 def load_partitioned(adapter: ModelAdapter, settings: dict[str, Any]) -> nn.Module:
@@ -38,10 +42,10 @@ def load_partitioned(adapter: ModelAdapter, settings: dict[str, Any]) -> nn.Modu
     # By config, not by zero.Init's `dtype`: DeepSpeed 0.19.8 ignores that where there is no fp16 (CPUs), and takes bf16.
     half = {"bf16": {"enabled": adapter.dtype is torch.bfloat16}, "fp16": {"enabled": adapter.dtype is torch.float16}}
     # Skipped initialisation: 33 -> 15 s for Qwen-Image in a trial.
-    with no_init_weights(), deepspeed.zero.Init(config_dict_or_path={**settings, **half}):
-        network = adapter.build_transformer()
-    _trim_heap()
-    stream_weights(network, adapter.transformer_folder)
+    with _freed_memory_returned():
+        with no_init_weights(), deepspeed.zero.Init(config_dict_or_path={**settings, **half}):
+            network = adapter.build_transformer()
+        stream_weights(network, adapter.transformer_folder)
     return network
 
 
@@ -55,16 +59,16 @@ def stream_weights(network: nn.Module, folder: Path) -> None:
             f"{folder} does not fit its own config.json: {len(missing)} parameter(s) missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
         )
     for file in sorted(set(located.values())):
-        sizes = {name: int(p.ds_numel) for name, p in named.items() if located[name] == file}  # type: ignore[attr-defined]
+        sizes = {name: p.ds_numel * p.element_size() for name, p in named.items() if located[name] == file}  # type: ignore[attr-defined]
         with safe_open(folder / file, framework="pt") as shard:
-            for bucket in buckets(sizes, BUCKET_ELEMENTS):
+            for name in sizes:
+                _require_shape(name, shard.get_slice(name).get_shape(), list(named[name].ds_shape))  # type: ignore[attr-defined]
+            for bucket in buckets(sizes, BUCKET_BYTES // COPIES):
                 # The first rank's values reach all others on the way out.
                 with deepspeed.zero.GatheredParameters([named[name] for name in bucket], modifier_rank=0):
                     if comm.rank() == 0:
                         for name in bucket:
-                            _copy(named[name], shard.get_tensor(name), name)
-                # glibc keeps what gathers have freed: 0.4 GB of a 1.8 GB network.
-                _trim_heap()
+                            named[name].data.copy_(shard.get_tensor(name))
 
 
 def _located(folder: Path) -> dict[str, str]:
@@ -79,18 +83,26 @@ def _located(folder: Path) -> dict[str, str]:
         return dict.fromkeys(shard.keys(), single.name)
 
 
-@torch.no_grad()
-def _copy(parameter: nn.Parameter, value: Tensor, name: str) -> None:
-    if parameter.shape != value.shape:
-        raise ConfigError(
-            f"model.path: {name} is {list(value.shape)} in the file and {list(parameter.shape)} in the network"
-        )
-    parameter.copy_(value)
+def _require_shape(name: str, in_file: list[int], in_network: list[int]) -> None:
+    """On every rank, before the first collective: nobody is left waiting."""
+    if in_file != in_network:
+        raise ConfigError(f"model.path: {name} is {in_file} in the file and {in_network} in the network")
 
 
-def _trim_heap() -> None:
+@contextmanager
+def _freed_memory_returned() -> Iterator[None]:
+    """Tensors of 1 MiB and more get pages of their own inside, which go back when they are freed.
+
+    Else glibc takes them from its heap, where what is kept lies between what was freed: 0.1 to 0.4 GB more for a 1.8 GB network.
+    """
+    threshold = lambda size: ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, size)  # noqa: E731
     with suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+        threshold(2**20)
+    try:
+        yield
+    finally:
+        with suppress(AttributeError):
+            threshold(SETTLED)
 
 
 def peft_config(config: Config, adapter: ModelAdapter) -> PeftLoraConfig:
