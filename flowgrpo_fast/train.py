@@ -39,7 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved config, the DeepSpeed dict and the batch arithmetic, then stop",
+        help="print the resolved config, the DeepSpeed dict, the batch and memory arithmetic, then stop",
     )
     parser.add_argument(
         "--dashboard",
@@ -91,6 +91,7 @@ def dry_run(config: Config) -> None:
 
     from flowgrpo_fast.engine import DTYPES, deepspeed_config
     from flowgrpo_fast.inputs import Inputs
+    from flowgrpo_fast.memory import count_parameters, memory_lines
     from flowgrpo_fast.models import build_adapter
 
     inputs = Inputs(config, int(os.environ["WORLD_SIZE"]))
@@ -102,6 +103,7 @@ def dry_run(config: Config) -> None:
     print("DeepSpeed:", json.dumps(deepspeed_config(config, plan), indent=2))
     print("sigmas:", [round(float(s), 5) for s in sigmas])
     print("\n".join(plan.lines()))
+    print("\n".join(memory_lines(config, count_parameters(config, adapter), plan.world_size)))
 
 
 def train(config: Config, dashboard_port: int | None = None) -> None:

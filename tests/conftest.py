@@ -51,6 +51,8 @@ LONGEST_FIRST = (
     "test_vllm_omni_faults",
     "test_vllm_omni",
     "test_launch",
+    "test_scaling",
+    "test_multinode",
     "test_backends",
     "test_sde_step",
     "test_sde_log_prob",
@@ -136,7 +138,7 @@ def can_make_hosts() -> bool:
 def _is_dropped(name: str) -> bool:
     if name.startswith("test_nvcc"):
         return shutil.which("nvcc") is None
-    if name.startswith(("test_two_hosts", "test_a_rollout_server_on_another_host")):
+    if name.startswith(("test_two_hosts", "test_hosts_with", "test_a_rollout_server_on_another_host")):
         return not can_make_hosts()
     interpreted = "[triton" in name and not torch.cuda.is_available()
     return interpreted and any(part in name for part in INTERPRETED_ELSEWHERE)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -20,10 +21,15 @@ from torch import Tensor
 from flowgrpo_fast.algorithms.flow_grpo import FlowGRPO
 from flowgrpo_fast.config import Config, ConfigError, SigmasConfig
 from flowgrpo_fast.engine import deepspeed_config
-from flowgrpo_fast.engine.loading import load_partitioned
+from flowgrpo_fast.engine.ema import Masters
+from flowgrpo_fast.engine.loading import LORA as LORA_NAME
+from flowgrpo_fast.engine.loading import add_lora, load_partitioned
 from flowgrpo_fast.export import main as export
+from flowgrpo_fast.export import save_lora
 from flowgrpo_fast.inputs import Inputs, validation_params
+from flowgrpo_fast.memory import MASTER, MOMENTS, WEIGHTS, count_parameters, memory_lines, memory_per_rank
 from flowgrpo_fast.metrics import read_metrics
+from flowgrpo_fast.models import build_adapter
 from flowgrpo_fast.models.qwen_image import QwenImageAdapter
 from flowgrpo_fast.plan import batch_plan
 from flowgrpo_fast.rollout.in_process import InProcessRollout
@@ -221,6 +227,7 @@ def test_offload_to_the_cpu_trains_the_same(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["engine.offload_parameters=nvme"], "needs engine.nvme_path"),
+        (["engine.offload_parameters=nvme", "engine.nvme_path=/nowhere"], "engine.nvme_path = '/nowhere' is no folder"),
         (["engine.offload_parameters=cpu", "engine.zero_stage=2"], "needs zero_stage 3"),
         (["engine.offload_optimizer=cpu", "engine.zero_stage=0"], "needs zero_stage 1, 2 or 3"),
         (["engine.offload_optimizer=nvme", "engine.nvme_path=/tmp", "ema.decay=0.9"], "ema.decay null"),
@@ -236,10 +243,74 @@ def test_compiled_blocks_train_with_the_trainers_log_probs(tmp_path: Path, monke
     """Compiled forwards round differently; the ratio is 1 by construction, and the difference is reported."""
     # A compilation that was killed leaves half a library in the shared cache.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    train(tiny_config(tmp_path, *QUICK, "engine.compile_blocks=true", "trainer.total_steps=2"))
+    # Noise per sample: all forwards of the rollout have one shape, and each shape is 20 s of compilation.
+    train(
+        tiny_config(
+            tmp_path, *QUICK, "engine.compile_blocks=true", "trainer.total_steps=1", "rollout.initial_noise=sample"
+        )
+    )
     for row in read_metrics(tmp_path):
         assert row["policy/ratio_max_deviation"] == 0.0
         assert 0.0 <= row["rollout/log_ratio_max"] < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "full-bf16", "lora-bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_memory_arithmetic_is_of_what_the_engine_holds(tmp_path: Path, stage: int, kind: str) -> None:
+    """One rank, after a step; padding apart."""
+    settings = {
+        "full": (),
+        "lora": LORA,
+        "full-bf16": ("model.dtype=bfloat16",),
+        "lora-bf16": (*LORA, "model.dtype=bfloat16"),
+    }
+    config = tiny_config(tmp_path, *QUICK, *settings[kind], f"engine.zero_stage={stage}", "trainer.total_steps=1")
+    trainer = Trainer(config, Inputs(config, 1), CPU)
+    trainer.run()
+    counted = count_parameters(config, trainer.adapter)
+    expected = memory_per_rank(config, counted, 1)
+    network, optimizer = trainer.engine.module, trainer.engine.engine.optimizer
+    assert counted.total == sum(trainer.engine.numel(p) for p in network.parameters())
+    assert counted.trained == trainer.engine.trainable_parameters
+    held = [p.ds_tensor if stage == 3 else p for p in network.parameters()]
+    assert sum(t.numel() * t.element_size() for t in held) == pytest.approx(expected[WEIGHTS], rel=0.01)
+    masters = Masters(trainer.engine.engine, stage)
+    master = 0 if masters.plain else sum(t.numel() * t.element_size() for t in masters.shards())
+    assert master == pytest.approx(expected[MASTER], rel=0.01)
+    states = (optimizer if masters.plain else optimizer.optimizer).state.values()
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    assert sum(t.numel() * t.element_size() for t in moments) == pytest.approx(expected[MOMENTS], rel=0.01)
+    trainer.engine.close()
+
+
+def test_offload_to_nvme_without_libaio_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
+    config = tiny_config(tmp_path, "engine.offload_parameters=nvme", f"engine.nvme_path={tmp_path}")
+    with pytest.raises(ConfigError, match="needs libaio's headers.*apt-get install libaio-dev"):
+        deepspeed_config(config, batch_plan(config, 1, 1))
+
+
+def test_memory_of_a_network_of_20_billion_parameters_is_known_without_it(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, *LORA, "model.lora.rank=64", "model.dtype=bfloat16", "ema.decay=0.9")
+
+    class QwenImage(QwenImageAdapter):
+        def build_transformer(self) -> QwenImageTransformer2DModel:
+            return QwenImageTransformer2DModel()
+
+    counted = count_parameters(config, QwenImage(tiny_pipeline(), CPU, torch.bfloat16))
+    assert counted.total - counted.trained == 20_430_401_088
+    partitioned = memory_per_rank(config, counted, 8)
+    assert partitioned[WEIGHTS] == (20_430_401_088 * 2 + counted.trained * 4) // 8
+    assert partitioned["average"] == counted.trained * 4 // 8
+    lines = memory_lines(config, counted, 8)
+    assert "frozen_base partitioned" in lines[1]
+    assert lines[2].split() == [
+        "weights",
+        f"{partitioned[WEIGHTS] / 2**30:.2f}",
+        f"{8 * partitioned[WEIGHTS] / 2**30:.2f}",
+    ]
 
 
 def test_deterministic_is_a_switch_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +371,19 @@ def test_a_lora_export_in_plain_diffusers_gives_the_validation_images(
     assert_equal(exported(run_dir, "step-000003"), tensors)
     assert export([str(run_dir), "--step", "2", "--average", "--out", str(tmp_path / "export" / "two")]) == 0
     assert_equal(exported(tmp_path, "two"), exported(run_dir, "step-000002"))
+
+
+def test_an_adapter_file_is_within_5_percent_of_the_adapters_bytes(tmp_path: Path) -> None:
+    """Of glyphs, 11 million parameters: names and metadata weigh the less the larger the network."""
+    config = tiny_config(tmp_path, "model.path=builtin:glyphs", "model.train=lora", "model.lora.rank=32")
+    adapter = build_adapter("qwen_image", "builtin:glyphs", CPU, torch.float32)
+    network: Any = adapter.build_transformer()
+    add_lora(network, config, adapter)
+    trained = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+    save_lora(adapter, network.peft_config[LORA_NAME].to_dict(), trained, tmp_path / "export")
+    size = (tmp_path / "export" / "pytorch_lora_weights.safetensors").stat().st_size
+    adapter_bytes = sum(t.numel() * t.element_size() for t in trained.values())
+    assert adapter_bytes < size < 1.05 * adapter_bytes
 
 
 def test_a_full_export_is_a_diffusers_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

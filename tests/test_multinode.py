@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowgrpo_fast.checkpoint import checkpoints
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.wire import Segment
 from tests import launching
@@ -88,6 +90,34 @@ def test_two_hosts_equal_one_host_bitwise(hosts: tuple[Host, Host], tmp_path: Pa
     assert_same_run(tmp_path / "run", tmp_path / "here")
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     assert len(list(saved.rglob("*zero_pp_rank_*_optim_states.pt"))) == 2, "a rank's part is missing"
+
+
+def test_hosts_with_disks_of_their_own_resume_from_what_both_have(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """run_dir is another disk on each host; Slurm's way to start, without the launcher. A kill has left one host without the newest checkpoint."""
+    run_dir, disks = tmp_path / "run", [tmp_path / host.name for host in hosts]
+    for folder in (run_dir, *disks):
+        folder.mkdir()
+    for host, disk in zip(hosts, disks, strict=True):
+        finish([host.start(["mount", "--bind", str(disk), str(run_dir)], environment(), tmp_path / "mount.log")], [])
+    settings = ("trainer.checkpoint_storage=local", "trainer.save_every=1", "trainer.keep_checkpoints=9")
+    whole = start_ranks(2, tmp_path / "here", "trainer.total_steps=3")
+    for total in (2, 3):
+        command = [sys.executable, *arguments(run_dir, *settings, f"trainer.total_steps={total}")]
+        job = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
+        processes = [
+            host.start(
+                command, environment(RANK=str(i), GLOO_SOCKET_IFNAME=INTERFACE, **job), tmp_path / f"{i}-{total}.log"
+            )
+            for i, host in enumerate(hosts)
+        ]
+        finish(processes, whole)
+        if total == 2:
+            shutil.rmtree(disks[1] / "checkpoints" / "step-000002")
+    assert_same_run(disks[0], tmp_path / "here")
+    for rank, disk in enumerate(disks):
+        assert [p.name for p in checkpoints(disk)] == ["step-000001", "step-000002", "step-000003"]
+        states = [p.name for p in (disk / "checkpoints" / "step-000003").rglob("*_optim_states.pt")]
+        assert states == [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
 
 
 def test_a_rollout_server_on_another_host(hosts: tuple[Host, Host], tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from flowgrpo_fast.config import Config, ConfigError, OptimizerConfig
 from flowgrpo_fast.plan import BatchPlan
@@ -97,8 +100,19 @@ def _offload(config: Config) -> dict[str, Any]:
             continue
         sections[key] = {"device": device, "pin_memory": torch.cuda.is_available()}
         if device == "nvme":
+            _require_nvme(e.nvme_path)
             sections[key]["nvme_path"] = e.nvme_path
     return sections
+
+
+def _require_nvme(path: str | None) -> None:
+    """A folder that can be written to, and what DeepSpeed compiles its asynchronous I/O with. Raises ConfigError."""
+    if path is None or not os.access(path, os.W_OK | os.X_OK) or not Path(path).is_dir():
+        raise ConfigError(f"engine.nvme_path = {path!r} is no folder that can be written to")
+    if not AsyncIOBuilder().is_compatible():
+        raise ConfigError(
+            "engine.offload_* nvme needs libaio's headers, which DeepSpeed compiles against (Debian: apt-get install libaio-dev); or use cpu"
+        )
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
