@@ -81,9 +81,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The tables and plots of benchmarks/results. Nothing else may run beside it: about half an hour on two cores.
+# The tables and plots of benchmarks/results. Nothing else may run beside it: about an hour on two cores.
 bench: setup setup-vllm
-	for table in kernels training_step advantages exchange roofline rollout plot; do $(BIN)/python -m benchmarks.$$table || exit 1; done
+	for table in kernels training_step advantages exchange roofline rollout step loading plot; do $(BIN)/python -m benchmarks.$$table || exit 1; done
 
 bench-quick: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable $(ARGS)

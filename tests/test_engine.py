@@ -374,7 +374,7 @@ def test_a_lora_export_in_plain_diffusers_gives_the_validation_images(
 
 
 def test_an_adapter_file_is_within_5_percent_of_the_adapters_bytes(tmp_path: Path) -> None:
-    """Of glyphs, 11 million parameters: names and metadata weigh the less the larger the network."""
+    """Of glyphs, 2 million parameters: names and metadata weigh the less the larger the network."""
     config = tiny_config(tmp_path, "model.path=builtin:glyphs", "model.train=lora", "model.lora.rank=32")
     adapter = build_adapter("qwen_image", "builtin:glyphs", CPU, torch.float32)
     network: Any = adapter.build_transformer()
