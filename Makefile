@@ -16,7 +16,7 @@ ROLLOUT_PACKAGES := $(ROLLOUT_VENV)/.packages-$(shell cat Makefile $(ROLLOUT_REQ
 ROLLOUT_STAMP := $(ROLLOUT_VENV)/.ready-$(shell cat pyproject.toml Makefile $(ROLLOUT_REQUIREMENTS) | sha256sum | cut -c1-16)
 VLLM := vllm==0.30.0 vllm-omni==0.30.0
 
-.PHONY: setup setup-vllm extension demo test test-vllm docs lint format bench bench-quick clean
+.PHONY: setup setup-vllm extension deepspeed-ops demo test test-vllm docs lint format bench bench-quick clean
 
 setup: $(STAMP) $(BUILT)
 
@@ -59,10 +59,14 @@ $(ROLLOUT_STAMP): $(ROLLOUT_PACKAGES) | $(STAMP)
 demo: setup
 	$(BIN)/deepspeed --num_accelerators 1 flowgrpo_fast/train.py --config configs/glyphs.yaml $(ARGS)
 
+# DeepSpeed compiles these at their first use: three minutes of CPU, spent here while the second environment is downloaded.
+deepspeed-ops: $(STAMP)
+	DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as a; [a().create_op_builder(n).load() for n in ('ShareMemCommBuilder', 'CPUAdamBuilder')]" >/dev/null
+
 # Two workers of one thread each, a file to a worker: 2 cores are used well, and no test waits for another's threads.
 # The two environments are made side by side, too.
 test:
-	$(MAKE) --no-print-directory -j2 lint extension setup-vllm
+	$(MAKE) --no-print-directory -j4 lint extension deepspeed-ops setup-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: setup setup-vllm

@@ -45,7 +45,7 @@ class AgreementGate:
         return self.is_remote and due and staleness == 0
 
     def measure(self, replay: Replay) -> dict[str, float]:
-        """Replays the first forward batch of each window slot on every rank. Returns mean and max |log ratio| in all, and the max per
+        """Replays the first forward batch of each window slot on every rank. Returns mean and max |log ratio|, in all and per
         step index."""
         steps = len(replay.batch.sigmas) - 1
         table = torch.zeros(steps, 3, dtype=torch.float64)  # count, sum, max per step index
@@ -64,4 +64,5 @@ class AgreementGate:
             "agreement/limit": self.limit,
         }
         sampled: Tensor = count.nonzero()[:, 0]
+        metrics |= {f"agreement/step_{int(i)}_mean": float(total[i] / count[i]) for i in sampled}
         return metrics | {f"agreement/step_{int(i)}_max": float(largest[i]) for i in sampled}

@@ -167,7 +167,7 @@ def save_checkpoint(engine: Engine, run_dir: Path, config: Config, state: Traine
     def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _require_space(temporary, engine)
+        _require_space(temporary, engine, local)
 
     def write() -> None:
         # Its collectives are all done when it raises.
@@ -212,9 +212,16 @@ def _not_written(final: Path, failure: Exception) -> CheckpointError:
     return CheckpointError(f"could not write {final}: {type(failure).__name__}: {failure}; {kept}")
 
 
-def _require_space(folder: Path, engine: Engine) -> None:
-    """fp32 parameter, two Adam moments and a half-precision copy: 14 bytes a trained parameter, and a tenth for the rest."""
-    needed = int(engine.trainable_parameters * 14 * 1.1)
+def _require_space(folder: Path, engine: Engine, is_local: bool) -> None:
+    """fp32 parameter, two Adam moments, a half-precision copy and the average: 14 or 18 bytes a trained parameter, and a tenth for the rest.
+
+    A node's own disk takes the share of its ranks.
+    """
+    share = 1.0
+    if is_local:
+        ranks_here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or comm.world_size()
+        share = int(ranks_here) / comm.world_size()
+    needed = int(engine.trainable_parameters * (14 if engine.ema is None else 18) * 1.1 * share)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"needs about {needed / 2**20:.0f} MiB in {folder.parent}, {free / 2**20:.0f} MiB are free")

@@ -44,38 +44,51 @@ def save_pipeline(
     gather: Callable[[list[str]], dict[str, Tensor] | None],
     out: Path,
     shard_bytes: int = SHARD_BYTES,
+    is_writer: bool = True,
 ) -> None:
     """A diffusers folder: the transformer from `gather`, everything else as it was (hard links where the disk allows).
 
     sizes: parameter name -> bytes. gather: some names -> their tensors on the CPU, or None on a rank that does not write; called in the same
-    order on all ranks, a shard at a time, so that memory stays at one shard.
+    order on all ranks, a shard at a time, so that memory stays at one shard. What writing raises is raised after the last of these collectives:
+    a rank that left early would leave the others waiting.
     """
     shards = list(buckets(sizes, shard_bytes))
+    if not is_writer:
+        for shard in shards:
+            gather(shard)
+        return
     names = [f"{STEM}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [f"{STEM}.safetensors"]
+    failure: Exception | None = None
     with _replacing(out) as temporary:
         folder = temporary / adapter.transformer_folder.name
         for i, shard in enumerate(shards):
             tensors = gather(shard)
-            if tensors is None:
-                continue
-            if i == 0:
-                shutil.copytree(
-                    adapter.path,
-                    temporary,
-                    dirs_exist_ok=True,
-                    copy_function=_link,
-                    ignore=lambda at, _: [folder.name] if Path(at) == adapter.path else [],
-                )
-                folder.mkdir()
-                _link(adapter.transformer_folder / "config.json", folder / "config.json")
-            file = names[i] if len(shards) > 1 else f"{STEM}.safetensors"
-            save_file({name: t.contiguous() for name, t in tensors.items()}, folder / file, {"format": "pt"})
-        if len(shards) > 1 and folder.exists():
+            assert tensors is not None
+            try:
+                if i == 0:
+                    _copy_all_but(adapter.transformer_folder, adapter.path, temporary)
+                if failure is None:
+                    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / names[i], {"format": "pt"})
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        if len(shards) > 1:
             index = {
                 "metadata": {"total_size": sum(sizes.values())},
                 "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
             }
             (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_all_but(transformer: Path, source: Path, target: Path) -> None:
+    """The pipeline without the transformer's weights."""
+    skipped = lambda at, _: [transformer.name] if Path(at) == source else []  # noqa: E731
+    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=_link, ignore=skipped)
+    (target / transformer.name).mkdir()
+    _link(transformer / "config.json", target / transformer.name / "config.json")
 
 
 @contextmanager
@@ -84,11 +97,9 @@ def _replacing(out: Path) -> Iterator[Path]:
     temporary = out.with_name(f".{out.name}.tmp.{os.getpid()}")
     try:
         yield temporary
-        # A rank that wrote nothing has no folder.
-        if temporary.exists():
-            shutil.rmtree(out, ignore_errors=True)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(temporary, out)
+        shutil.rmtree(out, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -73,7 +73,10 @@ def memory_lines(config: Config, parameters: Parameters, ranks: int) -> list[str
             for choice, engine in zip(choices, engines, strict=True)
         }
     found = [memory_per_rank(column, parameters, ranks) for column in columns.values()]
-    where = {WEIGHTS: e.offload_parameters, MASTER: e.offload_optimizer, MOMENTS: e.offload_optimizer}
+    where = {WEIGHTS: e.offload_parameters, "reference": e.offload_parameters}
+    where |= dict.fromkeys((MASTER, MOMENTS), e.offload_optimizer)
+    # They follow the master weights, but never to a disk.
+    where |= dict.fromkeys(("gradients", "average"), "none" if e.offload_optimizer == "none" else "cpu")
     names = list(dict.fromkeys(name for parts in found for name in parts))
     lines = [
         f"memory of each of {ranks} rank(s) in GiB, without activations, text encoder and VAE"

@@ -20,7 +20,7 @@ import torch
 from flowgrpo_fast.metrics import write_atomic
 
 # Inside the parts of a step, in the order in which they are printed. `forward` and `backward` contain their `gather`.
-PARTS = ("sync", "rollout", "encode", "decode", "reward", "advantage", "update", "forward", "backward", "gather", "optimizer", "validation")  # fmt: skip
+PARTS = ("sync", "rollout_wait", "rollout", "encode", "decode", "reward", "advantage", "update", "forward", "backward", "gather", "optimizer", "validation")  # fmt: skip
 _active: StepProfile | None = None
 
 

@@ -46,13 +46,13 @@ class Recorder:
         return writer
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        if self.writer is not None:
-            self.writer.log(step, metrics)
+        comm.together(lambda: None if self.writer is None else self.writer.log(step, metrics), self.device)
 
     def grid(self, step: int, name: str, result: RolloutResult, scores: list[float]) -> None:
-        """samples/<name>.png of this rank's first samples. Called on rank 0."""
-        if not self.is_main:
-            return
+        """samples/<name>.png of rank 0's first samples."""
+        comm.together(lambda: self._grid(step, name, result, scores) if self.is_main else None, self.device)
+
+    def _grid(self, step: int, name: str, result: RolloutResult, scores: list[float]) -> None:
         shown = min(self.config.validation.grid_images, result.batch.size)
         captions = [f"{prompt}  {score:.2f}" for prompt, score in zip(result.prompts, scores, strict=True)]
         # The agent loop has raised where there is none.
@@ -88,7 +88,11 @@ class Recorder:
                 work = lambda: save_lora(adapter, engine.peft_config(LORA), trained, out)  # noqa: E731
                 comm.together(lambda: work() if self.is_main else None, self.device)
             else:
-                save_pipeline(adapter, engine.parameter_bytes(), engine.gather_to_main, out)
+                sizes = engine.parameter_bytes()
+                comm.together(
+                    lambda: save_pipeline(adapter, sizes, engine.gather_to_main, out, is_writer=self.is_main),
+                    self.device,
+                )
 
     def summary(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,14 @@ from torch import Tensor
 
 from flowgrpo_fast import comm
 from flowgrpo_fast.agreement import AgreementGate
-from flowgrpo_fast.checkpoint import TrainerState, check_resumable, find_checkpoint, load_checkpoint, save_checkpoint
+from flowgrpo_fast.checkpoint import (
+    TrainerState,
+    check_resumable,
+    checkpoints,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.data.sampler import GroupSampler, rank_slice
 from flowgrpo_fast.engine import DTYPES, Engine
@@ -22,7 +29,7 @@ from flowgrpo_fast.inputs import Inputs, sampling_params, validation_params, win
 from flowgrpo_fast.lifetime import Stopped, StopRequest, alive, end_watch, watch_progress
 from flowgrpo_fast.metrics import PhaseTimer, Progress
 from flowgrpo_fast.models import build_adapter
-from flowgrpo_fast.profile import profiled_step
+from flowgrpo_fast.profile import profiled_step, span
 from flowgrpo_fast.recorder import Recorder
 from flowgrpo_fast.replay import Replay, share_batch
 from flowgrpo_fast.rewards import RewardFailure, RewardResult, check_failures, combine_components
@@ -46,6 +53,8 @@ class Trainer:
         self.checkpoint = find_checkpoint(config.trainer.resume, self.run_dir)
         resumed = check_resumable(self.checkpoint, config, inputs.world_size) if self.checkpoint else None
         self.state = resumed or TrainerState(0, 0, inputs.world_size, {})
+        # Of run_dir's newest checkpoint: what is saved is not written again, since a kill between two renames would lose it.
+        self.saved_step = self.state.step if self.checkpoint in checkpoints(self.run_dir) else None
 
         self.adapter = build_adapter(config.model.family, config.model.path, device, DTYPES[config.model.dtype])
         self.plan, self.sigmas = inputs.plan(config, self.adapter)
@@ -85,7 +94,9 @@ class Trainer:
 
     def _run(self) -> dict[str, float]:
         t, began = self.config.trainer, time.perf_counter()
-        if self.state.step >= t.total_steps and (self.run_dir / "summary.json").is_file():
+        # Rank 0's answer: on disks that are not shared it alone has written a summary.
+        has_summary = comm.gather_objects((self.run_dir / "summary.json").is_file())[0]
+        if self.state.step >= t.total_steps and has_summary:
             if self.is_main:
                 print(
                     f"{self.run_dir} is already trained to step {self.state.step}; raise trainer.total_steps to go on"
@@ -135,6 +146,9 @@ class Trainer:
                         self._save()
                     if t.export_every and done % t.export_every == 0 and not last:
                         self.recorder.export(f"step-{done:06d}", self.engine, self.adapter)
+                if after is None:
+                    # Killed between the last checkpoint and the summary.
+                    after = self._validate(self.state.step, "after")
             except (Stopped, RewardFailure) as reason:
                 # Both are raised on all ranks alike, and weights and state are those of the last whole step.
                 if self.state.step > 0:
@@ -143,9 +157,6 @@ class Trainer:
                     raise
                 progress.message(f"stopped at step {self.state.step}: {reason}; the same command resumes")
                 return after or {}
-        if after is None:
-            # Killed between the last checkpoint and the summary.
-            after = self._validate(self.state.step, "after")
         self.recorder.export("final", self.engine, self.adapter)
         train = time.perf_counter() - began
         seconds = {
@@ -165,10 +176,19 @@ class Trainer:
             )
 
     def _save(self) -> None:
+        if self.state.step == self.saved_step:
+            return
         alive()
-        with self.timer("save"):
+        with self._phase("save"):
             save_checkpoint(self.engine, self.run_dir, self.config, self.state, self.device)
+        self.saved_step = self.state.step
         alive()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A part of a step, for its metrics and for its profile."""
+        with span(name), self.timer(name):
+            yield
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
@@ -192,14 +212,14 @@ class Trainer:
         self.timer.add("rollout", result.generation_seconds)
         # Rewards overlap with generation; this is what was left to wait for after the last image.
         self.timer.add("reward", result.reward_wait_seconds)
-        with self.timer("advantage"):
+        with self._phase("advantage"):
             rewards, advantages, valid, metrics = self._advantages(result)
         every = self.config.logging.samples_every
         if every and (step + 1) % every == 0:
             self.recorder.grid(step + 1, f"training_{step + 1:06d}", result, [float(r) for r in rewards])
         if self.config.rollout.overlap and step + 1 < self.config.trainer.total_steps:
             self._start_next_rollout(step + 1)
-        with self.timer("update"):
+        with self._phase("update"):
             batch, advantages, valid = share_batch(result.batch.without_media(), advantages, valid, self.plan)
             replay = Replay(self.config, self.plan.shared(), self.adapter, self.engine, self.inputs.algorithm, batch)
             with self.engine.sharing_forwards():
@@ -250,7 +270,7 @@ class Trainer:
         if pending is not None:
             error: Exception | None = None
             try:
-                with self.timer("rollout_wait"):
+                with self._phase("rollout_wait"):
                     result = pending.result()
             except Exception as problem:
                 error = problem
@@ -281,9 +301,9 @@ class Trainer:
         while True:
             error: Exception | None = None
             result: RolloutResult | None = None
-            began = time.perf_counter()
-            with self.rollout.phase(policy_version):
-                self.timer.add("sync", time.perf_counter() - began)
+            with ExitStack() as stack:
+                with self._phase("sync"):
+                    stack.enter_context(self.rollout.phase(policy_version))
                 alive()
                 try:
                     result = self._sample(tasks, sampling, groups_per_batch, policy_version)
@@ -352,7 +372,7 @@ class Trainer:
         records = self.inputs.validation_records
         if not records:
             return {}
-        with self.timer("validation"):
+        with self._phase("validation"):
             n, world = len(records), comm.world_size()
             lo, hi = comm.rank() * n // world, (comm.rank() + 1) * n // world
             tasks = make_tasks(records[lo:hi], lo, 1, self.inputs.agent_loop.turns)

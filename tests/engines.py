@@ -14,11 +14,12 @@ from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
-from tests.tiny import CPU, request, tiny_config
+from tests.tiny import CPU, exported, request, tiny_config
 
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("FLOWGRPO_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
 RANK, ALPHA = 4, 8.0
+TRAINED = ("reward/", "advantage/", "policy/", "optimizer/", "validation/")
 VLLM = (
     "rollout.backend=vllm_omni",
     "rollout.server.cpu=true",
@@ -48,9 +49,15 @@ def finish(trainer: Trainer) -> Trainer:
 
 
 def assert_same_training(a: Path, b: Path) -> None:
+    """Every metric of rewards, advantages, updates and validation that both have, and the exported weights, to the last bit."""
     for mine, theirs in zip(read_metrics(a), read_metrics(b), strict=True):
-        for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"):
+        common = {name for name in mine.keys() & theirs.keys() if name.startswith(TRAINED)}
+        assert {"reward/mean", "policy/loss", "optimizer/grad_norm"} <= common
+        for name in common:
             assert mine[name] == theirs[name], name
+    weights, others = exported(a), exported(b)
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(t, others[name]) for name, t in weights.items())
 
 
 PROMPTS = ("two words", "a much longer prompt with many more words in it")

@@ -328,7 +328,7 @@ def test_deterministic_is_a_switch_of_the_process(tmp_path: Path, monkeypatch: p
 @pytest.fixture
 def lora_run(tmp_path: Path) -> tuple[Path, Config]:
     config = tiny_config(
-        tmp_path / "run", *LORA, "engine.threads=1", "ema.decay=0.5", "trainer.save_every=2", "trainer.export_every=2", "optimizer.learning_rate=0.05",
+        tmp_path / "run", *LORA, "rollout.guidance_scale=3.0", "data.negative_prompt=blurry and of low quality", "engine.threads=1", "ema.decay=0.5", "trainer.save_every=2", "trainer.export_every=2", "optimizer.learning_rate=0.05",
     )  # fmt: skip
     train(config)
     return tmp_path / "run", config
@@ -337,8 +337,8 @@ def lora_run(tmp_path: Path) -> tuple[Path, Config]:
 def test_a_lora_export_in_plain_diffusers_gives_the_validation_images(
     lora_run: tuple[Path, Config], tmp_path: Path
 ) -> None:
-    """`pipe.load_lora_weights`, then our sampler over the pipeline's transformer: the run's own validation pictures, bitwise. And the file is the
-    adapter's bytes. During training, and from a checkpoint, exports are the same."""
+    """`pipe.load_lora_weights`, then our sampler over the pipeline's transformer: the run's own validation pictures, bitwise, with guidance by a negative
+    prompt of another length. And the file is the adapter's bytes. During training, and from a checkpoint, exports are the same."""
     run_dir, config = lora_run
     folder = run_dir / "export" / "final"
     pipe = QwenImagePipeline.from_pretrained(tiny_pipeline())
@@ -348,7 +348,9 @@ def test_a_lora_export_in_plain_diffusers_gives_the_validation_images(
     adapter = QwenImageAdapter(tiny_pipeline(), CPU, torch.float32)
     rollout = InProcessRollout(adapter, pipe.transformer.eval(), SigmasConfig(), CPU)
     records = Inputs(config, 1).validation_records
-    batch = rollout.generate([request(records[i].prompt, i, [0]) for i in range(2)], validation_params(config), 0)
+    negative = config.data.negative_prompt
+    requests = [request(records[i].prompt, i, [0], negative) for i in range(2)]
+    batch = rollout.generate(requests, validation_params(config), 0)
     assert batch.images is not None
     for i, image in enumerate(batch.images):
         picture = np.asarray(Image.open(run_dir / "samples" / "prompts" / f"{i:05d}" / "after.png"))
@@ -356,7 +358,7 @@ def test_a_lora_export_in_plain_diffusers_gives_the_validation_images(
     # The pipeline's own call: other arithmetic in the scheduler, so within one grey level.
     noise = rollout._initial_noise(config.validation.seed, torch.tensor([0]), (16, 64))
     theirs = pipe(
-        records[0].prompt, num_inference_steps=4, height=64, width=64, true_cfg_scale=1.0, latents=noise, output_type="np"
+        records[0].prompt, negative_prompt=negative, num_inference_steps=4, height=64, width=64, true_cfg_scale=3.0, latents=noise, output_type="np"
     ).images[0]  # fmt: skip
     ours = batch.images[0].permute(1, 2, 0).numpy().astype(int)
     assert np.abs(ours - (theirs * 255).round().astype(int)).max() <= 1

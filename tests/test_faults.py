@@ -67,7 +67,8 @@ def test_twenty_kills_lose_nothing_before_the_last_save(tmp_path: Path) -> None:
         found = checkpoints(tmp_path / "killed")
         resumed_at.add(found[-1].name if found else None)
         if (tmp_path / "killed" / "summary.json").is_file():
-            # Done early: another run from the start.
+            # Done early: it must be as the calm one, and another run begins.
+            assert rows(tmp_path / "killed") == rows(tmp_path / "calm")
             shutil.rmtree(tmp_path / "killed")
     assert len(resumed_at) > 3, resumed_at
     run_ranks(1, tmp_path / "killed", *settings)

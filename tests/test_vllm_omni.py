@@ -37,7 +37,7 @@ from flowgrpo_fast.rollout.weights import (
     probe,
     require_equal_probe,
 )
-from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, RemoteError
+from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, RemoteError, text_encoder_digest
 from flowgrpo_fast.trainer import Trainer
 from tests.engines import (
     ALPHA,
@@ -52,7 +52,7 @@ from tests.engines import (
     one_thread,
     run_trainer,
 )
-from tests.tiny import CPU, sampling, tiny_adapter, tiny_config
+from tests.tiny import CPU, sampling, tiny_adapter, tiny_config, tiny_pipeline
 
 __all__ = ["one_thread"]  # a fixture, used by name
 
@@ -346,7 +346,7 @@ def test_a_cancelled_request_does_not_block_the_next(full_server: Running) -> No
     assert isinstance(outcome[0], RemoteError)
 
 
-def test_sleep_frees_the_weights_and_wake_brings_back_the_same_bits(full_server: Running) -> None:
+def test_sleep_sets_the_weights_aside_and_wake_brings_back_the_same_bits(full_server: Running) -> None:
     push_full(full_server.client, tiny_adapter().load_transformer(), 70)
     before = full_server.client.generate(groups(), sampling(), 70, "before")
     full_server.client.call("sleep")
@@ -397,11 +397,15 @@ def test_a_full_run_equals_the_in_process_run_bitwise(full_server: Running, tmp_
     assert all(row["policy/ratio_max_deviation"] > 0 for row in read_metrics(tmp_path / "engine"))
 
 
-def test_the_average_is_sampled_by_the_engine_too(full_server: Running, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_average_is_sampled_by_the_engine_too(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Validation is of the EMA weights: the engine gets them as a policy of their own, then the trained ones again."""
+    server: Running = request.getfixturevalue(f"{kind}_server")
     averaged = ("ema.decay=0.9", "ema.warmup=false", "trainer.validate_every=1", "trainer.total_steps=2")
+    if kind == "lora":
+        averaged = (*averaged, *LORA_RUN, "optimizer.learning_rate=0.05")
     runs = {
-        "engine": (*by_hand(full_server), *averaged),
+        "engine": (*by_hand(server), *averaged),
         "here": averaged,
         "raw": (*averaged, "ema.sample=false"),
     }
@@ -466,17 +470,23 @@ def test_what_is_bound_must_be_what_was_sent(lora_server: Running) -> None:
 
 def test_the_handshake_refuses_another_version_tokenizer_or_text_encoder(full_server: Running) -> None:
     identity = full_server.identity
-    ids, embedding = identity["input_ids"], identity["embedding"]
-    check_identity(identity, "here", ids, embedding)
+    ids, encoder, embedding = identity["input_ids"], identity["text_encoder"], identity["embedding"]
+    assert encoder == text_encoder_digest(tiny_pipeline())
+    check_identity(identity, "here", ids, encoder, embedding)
     for changed, given, message in (
         (
             {"versions": {**identity["versions"], "flowgrpo_fast": "0.0.1"}},
-            (ids, embedding),
+            (ids, encoder, embedding),
             "here runs flowgrpo_fast 0.0.1",
         ),
-        ({"versions": {**identity["versions"], "vllm-omni": "0.28.0"}}, (ids, embedding), "here runs vllm-omni 0.28.0"),
-        ({}, (ids + 1, embedding), "tokenizes a prompt to other ids"),
-        ({}, (ids, embedding + 1), "encodes a prompt differently"),
+        (
+            {"versions": {**identity["versions"], "vllm-omni": "0.28.0"}},
+            (ids, encoder, embedding),
+            "here runs vllm-omni 0.28.0",
+        ),
+        ({}, (ids + 1, encoder, embedding), "tokenizes a prompt to other ids"),
+        ({}, (ids, "another", embedding), "has another text encoder than the trainer's model.path"),
+        ({}, (ids, encoder, embedding + 1), "encodes a prompt differently"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_identity({**identity, **changed}, "here", *given)

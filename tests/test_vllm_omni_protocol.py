@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -21,7 +24,7 @@ from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
 from flowgrpo_fast.rollout.vllm_omni.preflight import check_environment
 from flowgrpo_fast.rollout.vllm_omni.process import server_environment
 from flowgrpo_fast.rollout.vllm_omni.rollout import check_reply, visible_devices
-from flowgrpo_fast.rollout.vllm_omni.server import RolloutServer
+from flowgrpo_fast.rollout.vllm_omni.server import EngineRpcError, RolloutServer, require_ok, require_success
 from flowgrpo_fast.rollout.wire import RemoteError, Segment, WireError
 from flowgrpo_fast.trainer import Trainer
 from flowgrpo_fast.version import __version__
@@ -170,3 +173,32 @@ def test_a_truncated_segment_is_refused() -> None:
     with pytest.raises(Exception, match="another size than the 128 bytes announced"):
         Segment.open({**segment.address(), "size": 128})
     segment.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([], "flowgrpo_load: no worker answered"),
+        ([[]], "flowgrpo_load: no worker answered"),
+        ([[{"supported": False, "error": "no such method"}]], "flowgrpo_load: no such method"),
+        ([[{"ok": True}], [{"ok": False, "error": "wrong shape"}]], "flowgrpo_load: wrong shape"),
+        ([[{"ok": True}, None]], "flowgrpo_load: None"),
+        ([[{"ok": 1}]], "flowgrpo_load: {'ok': 1}"),
+    ],
+)
+def test_an_answer_that_is_no_success_is_an_error(answers: Any, message: str) -> None:
+    """As vllm-omni hands them over, nested by stage and worker."""
+    with pytest.raises(EngineRpcError, match=re.escape(message)):
+        require_ok(answers, "flowgrpo_load")
+    assert require_ok([[{"ok": True, "bound": 3}], [{"ok": True}]], "x") == [{"ok": True, "bound": 3}, {"ok": True}]
+
+
+def test_a_failed_sleep_is_an_error() -> None:
+    """vllm-omni says so in the status only, and the next request would hang."""
+    done, failed = (
+        SimpleNamespace(status=status, error_msg=why) for status, why in (("SUCCESS", None), ("ERROR", "no allocator"))
+    )
+    require_success([done], "sleep")
+    for acknowledgements, message in (([], "sleep: []"), ([done, failed], "sleep: .*no allocator")):
+        with pytest.raises(EngineRpcError, match=message.replace("[]", r"\[\]")):
+            require_success(acknowledgements, "sleep")

@@ -208,12 +208,14 @@ class Engine:
 
     @cached_property
     def base_fingerprint(self) -> int:
-        """Checksum of the frozen parameters' bits, the same for any number of ranks; 0 without any. A collective, at its first use.
+        """Checksum of the frozen parameters' bits, a frozen reference's too, the same for any number of ranks; 0 without any. A collective, at
+        its first use.
 
         They are not in a checkpoint: a resumed run reads them from the base model again, which must be the same.
         """
         total = 0
-        for name, parameter in self.module.named_parameters():
+        networks = [self.module] if self.reference is None else [self.module, self.reference]
+        for name, parameter in (entry for network in networks for entry in network.named_parameters()):
             if parameter.requires_grad:
                 continue
             whole = self.numel(parameter)

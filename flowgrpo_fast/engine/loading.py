@@ -58,11 +58,14 @@ def stream_weights(network: nn.Module, folder: Path) -> None:
         raise ConfigError(
             f"{folder} does not fit its own config.json: {len(missing)} parameter(s) missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
         )
-    for file in sorted(set(located.values())):
+    files = sorted(set(located.values()))
+    for file in files:
+        with safe_open(folder / file, framework="pt") as shard:
+            for name in (name for name in named if located[name] == file):
+                _require_shape(name, shard.get_slice(name).get_shape(), list(named[name].ds_shape))  # type: ignore[attr-defined]
+    for file in files:
         sizes = {name: p.ds_numel * p.element_size() for name, p in named.items() if located[name] == file}  # type: ignore[attr-defined]
         with safe_open(folder / file, framework="pt") as shard:
-            for name in sizes:
-                _require_shape(name, shard.get_slice(name).get_shape(), list(named[name].ds_shape))  # type: ignore[attr-defined]
             for bucket in buckets(sizes, BUCKET_BYTES // COPIES):
                 # The first rank's values reach all others on the way out.
                 with deepspeed.zero.GatheredParameters([named[name] for name in bucket], modifier_rank=0):

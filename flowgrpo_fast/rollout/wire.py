@@ -7,6 +7,7 @@ to leave behind: the kernel frees it when both sides have closed it or died, kil
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
@@ -14,6 +15,7 @@ import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,20 @@ from flowgrpo_fast.batch import DTYPES
 PROTOCOL = 1
 VLLM_OMNI = "0.30"
 HANDSHAKE_PROMPT = "a handshake: two characters, one image"
+DIGEST_BYTES = 1 << 20
+
+
+def text_encoder_digest(model: Path) -> str:
+    """Of the pipeline's text encoders: names, sizes and both ends of each file. Cheap where the trainer never loads them (8 B parameters)."""
+    digest = hashlib.sha256()
+    for file in sorted(model.glob("text_encoder*/*")):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(model)} {size}".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(DIGEST_BYTES))
+            opened.seek(max(0, size - DIGEST_BYTES))
+            digest.update(opened.read(DIGEST_BYTES))
+    return digest.hexdigest()
 
 
 class WireError(RuntimeError):

@@ -49,8 +49,9 @@ class ServerProcess:
         entry: Sequence[str] = ("-m", "flowgrpo_fast.rollout.serve"),
     ) -> None:
         self.python, self.replica = python or sys.executable, replica
-        # An abstract socket: no file and no port, unique by this process's id and a number that it never uses again.
-        self.address = f"ipc://@flowgrpo_fast-{os.getpid()}-{next(_numbers)}"
+        # An abstract socket: no file and no port, unique by this process's id, a number that it never uses again, and the node (containers
+        # give the same ids).
+        self.address = f"ipc://@flowgrpo_fast-{os.uname().nodename}-{os.getpid()}-{next(_numbers)}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:

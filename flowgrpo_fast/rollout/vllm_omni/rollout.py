@@ -24,11 +24,12 @@ from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.engine import Engine
 from flowgrpo_fast.metrics import write_atomic
 from flowgrpo_fast.models.base import ModelAdapter
+from flowgrpo_fast.profile import span
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams, ServerLostError
 from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
 from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
 from flowgrpo_fast.rollout.vllm_omni.sync import WeightSync
-from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, VLLM_OMNI, RemoteError, WireError
+from flowgrpo_fast.rollout.wire import HANDSHAKE_PROMPT, VLLM_OMNI, RemoteError, WireError, text_encoder_digest
 from flowgrpo_fast.version import __version__
 
 REQUEST_RETRIES = 2
@@ -108,7 +109,8 @@ class VllmOmniRollout:
         while True:
             client = self._reserve(key)
             try:
-                batch = client.generate(requests, sampling, policy_version, key)
+                with span("rollout"):
+                    batch = client.generate(requests, sampling, policy_version, key)
                 check_reply(batch, requests, policy_version)
                 break
             except ServerLostError:
@@ -215,7 +217,7 @@ class VllmOmniRollout:
         mine = self.adapter.tokenize([HANDSHAKE_PROMPT], 512).input_ids.reshape(-1)
         for client in clients:
             identity = client.hello(self.settings.start_timeout_s)
-            check_identity(identity, client.address, mine, self._embedding)
+            check_identity(identity, client.address, mine, text_encoder_digest(self.adapter.path), self._embedding)
             self._embedding = identity["embedding"]
 
     def _reserve(self, key: str) -> ServerClient:
@@ -251,8 +253,11 @@ def visible_devices(chosen: list[int] | None) -> list[str]:
     return mine.split(",") if mine else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def check_identity(identity: dict[str, Any], address: str, input_ids: Tensor, embedding: int | None) -> None:
-    """The handshake: versions, the same token ids for the same prompt (int64 [L]), the same embedding on every server. ConfigError."""
+def check_identity(
+    identity: dict[str, Any], address: str, input_ids: Tensor, text_encoder: str, embedding: int | None
+) -> None:
+    """The handshake: versions, the same token ids for the same prompt (int64 [L]), the trainer's text encoder, the same embedding on every
+    server. ConfigError."""
     versions = identity["versions"]
     if versions.get("flowgrpo_fast") != __version__:
         raise ConfigError(
@@ -264,6 +269,8 @@ def check_identity(identity: dict[str, Any], address: str, input_ids: Tensor, em
         raise ConfigError(
             f"{address} tokenizes a prompt to other ids than the trainer: its checkpoint or its transformers {versions.get('transformers')} differs"
         )
+    if text_encoder != identity["text_encoder"]:
+        raise ConfigError(f"{address} has another text encoder than the trainer's model.path: another checkpoint?")
     if embedding not in (None, identity["embedding"]):
         raise ConfigError(f"{address} encodes a prompt differently from the other servers: another checkpoint?")
 

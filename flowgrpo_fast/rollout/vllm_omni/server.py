@@ -1,6 +1,6 @@
 """The rollout server: one process, one AsyncOmni, one ROUTER socket. Requests come in as tensors and go out as one packed RolloutBatch.
 
-    hello     -> versions, token ids and embedding checksum of a fixed prompt, the policy version held
+    hello     -> versions, token ids and embedding checksum of a fixed prompt, a digest of the text encoder, the policy version held
     generate  -> RolloutBatch bytes: on the GPU for a client on the same one, in shared memory on the same host, else as a frame
     release   -> drops a reply that the client has mapped or copied
     lora      -> binds an adapter under a new version; checksums of what is bound
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from flowgrpo_fast.batch import DTYPES, RolloutBatch
 from flowgrpo_fast.config import Config
+from flowgrpo_fast.models import resolve_model_path
 from flowgrpo_fast.models.base import PromptTokens
 from flowgrpo_fast.rollout import cuda_ipc
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
@@ -42,6 +43,7 @@ from flowgrpo_fast.rollout.wire import (
     WireError,
     decode,
     encode,
+    text_encoder_digest,
     unpack_tensors,
 )
 from flowgrpo_fast.version import __version__, installed_versions
@@ -157,6 +159,7 @@ class RolloutServer:
             "pid": os.getpid(),
             "input_ids": check["input_ids"],
             "embedding": check["embedding"],
+            "text_encoder": text_encoder_digest(resolve_model_path(self.config.model.path)),
         }
 
     async def _hello(self, message: Message) -> Message:
@@ -272,15 +275,20 @@ class RolloutServer:
         return Message({})
 
     async def _rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """The answers of all workers. Raises EngineRpcError unless each of them says {"ok": True}."""
-        answers = flattened(await self.engine.collective_rpc(method, args=args))
-        for answer in answers:
-            if not isinstance(answer, dict) or answer.get("ok") is not True:
-                reason = answer.get("error", answer) if isinstance(answer, dict) else answer
-                raise EngineRpcError(f"{method}: {reason}")
-        if not answers:
-            raise EngineRpcError(f"{method}: no worker answered")
-        return answers
+        """The answers of all workers."""
+        return require_ok(await self.engine.collective_rpc(method, args=args), method)
+
+
+def require_ok(nested: Any, method: str) -> list[dict[str, Any]]:
+    """Raises EngineRpcError unless each worker says {"ok": True}: an exception comes back as {"supported": False, ...}, much else as nothing."""
+    answers = flattened(nested)
+    for answer in answers:
+        if not isinstance(answer, dict) or answer.get("ok") is not True:
+            reason = answer.get("error", answer) if isinstance(answer, dict) else answer
+            raise EngineRpcError(f"{method}: {reason}")
+    if not answers:
+        raise EngineRpcError(f"{method}: no worker answered")
+    return answers
 
 
 def flattened(answers: Any) -> list[Any]:

@@ -22,8 +22,9 @@ from vllm_omni.diffusion.forward_context import set_forward_context
 
 
 def lora_request(version: int) -> LoRARequest:
-    """A new id for every policy version; the path is never opened."""
-    return LoRARequest(lora_name=f"policy-{version}", lora_int_id=version + 1, lora_path="/flowgrpo_fast/in-memory")
+    """An id of its own for every policy version, from 1 as vllm wants it (averages count down from -1); the path is never opened."""
+    number = 2 * version + 1 if version >= 0 else -2 * version
+    return LoRARequest(lora_name=f"policy-{version}", lora_int_id=number, lora_path="/flowgrpo_fast/in-memory")
 
 
 def answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
