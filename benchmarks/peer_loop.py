@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import rivals
 from flowgrpo_fast import comm
+from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.models.base import PromptEmbeds
 from flowgrpo_fast.ops import STREAM_INITIAL, STREAM_SDE, NoiseKey, philox_normal
 from flowgrpo_fast.profile import span
@@ -88,7 +89,7 @@ class PeerLoop:
         group_id = torch.cat([task.group_id.expand(task.sample_id.shape[1]) for task in tasks])
         start = torch.cat([task.window_start[0] for task in tasks])
         assert bool((start == start[0]).all()), "rollout.window.scope is batch"
-        shape = self.adapter.latent_shape(r.height, r.width)
+        shape = self.adapter.latent_shape(MediaSize(r.height, r.width))
         initial_id = group_id if r.initial_noise == "group" else sample_id
         return Job(
             prompts=[task.record.prompt for task in tasks for _ in task.sample_id[0]],
@@ -148,7 +149,7 @@ class PeerLoop:
             else:
                 x = x + v * (after - sigma)[:, None, None]
         with span("decode"):
-            images = self.adapter.decode(x, r.height, r.width)
+            images = self.adapter.decode(x, MediaSize(r.height, r.width))
         return Samples(torch.stack(latents, 1), torch.stack(log_probs, 1), positive, negative, images)
 
     @torch.no_grad()
@@ -185,7 +186,9 @@ class PeerLoop:
 
     def _velocity(self, network: Any, x: Tensor, sigma: Tensor, texts: tuple[PromptEmbeds, PromptEmbeds]) -> Tensor:
         r = self.config.rollout
-        v, v_neg = (network(**self.adapter.network_inputs(x, sigma, text, r.height, r.width))[0] for text in texts)
+        size = MediaSize(r.height, r.width)
+        inputs = (self.adapter.network_inputs(x, sigma, text, r.guidance_scale, size) for text in texts)
+        v, v_neg = (network(**given, return_dict=False)[0] for given in inputs)
         return rivals.cfg_rescale(v, v_neg)[0]
 
     def _encode(self, prompts: list[str]) -> list[Tensor]:

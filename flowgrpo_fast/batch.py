@@ -13,14 +13,14 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 MAGIC = b"FGRB"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ALIGNMENT = 64
 PREFIX = struct.Struct("<4sIQ")
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)}  # fmt: skip
@@ -39,7 +39,7 @@ PER_SAMPLE = (
 )
 PER_PROMPT = ("prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds")
 NEGATIVE = ("negative_prompt_embeds", "negative_prompt_embeds_mask", "negative_pooled_prompt_embeds")
-INTEGERS = ("policy_version", "height", "width")
+INTEGERS = ("policy_version", "height", "width", "frames")
 EXPECTED_DTYPE = {
     "latents": torch.float32, "log_probs": torch.float32, "step_index": torch.int64, "sigmas": torch.float32,
     "prompt_index": torch.int64, "group_id": torch.int64, "sample_id": torch.int64, "seed": torch.int64,
@@ -49,6 +49,14 @@ EXPECTED_DTYPE = {
 
 class BatchError(ValueError):
     """A RolloutBatch that breaks its contract: names the field and, where there is one, the sample."""
+
+
+class MediaSize(NamedTuple):
+    """Of an image or a video, in pixels and frames."""
+
+    height: int
+    width: int
+    frames: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class RolloutBatch:
     policy_version: int  # which weights made it
     height: int  # pixels
     width: int  # pixels
+    frames: int = 1  # of a video
     pooled_prompt_embeds: Tensor | None = None  # [P, E']
     negative_prompt_embeds: Tensor | None = None  # [P, L', E], or [1, L', E] shared by all
     negative_prompt_embeds_mask: Tensor | None = None  # [P or 1, L'] bool
@@ -83,6 +92,10 @@ class RolloutBatch:
     @property
     def window(self) -> int:
         return self.log_probs.shape[1]
+
+    @property
+    def media_size(self) -> MediaSize:
+        return MediaSize(self.height, self.width, self.frames)
 
     @property
     def media(self) -> Tensor | None:
@@ -176,6 +189,9 @@ class RolloutBatch:
             raise BatchError("negative_prompt_embeds and negative_prompt_embeds_mask go together: one is missing")
         if self.images is not None and self.images.shape[1:] != (3, self.height, self.width):
             raise BatchError(f"images: shape {list(self.images.shape)}, expected [{B}, 3, {self.height}, {self.width}]")
+        video = (self.frames, 3, self.height, self.width)
+        if self.videos is not None and self.videos.shape[1:] != video:
+            raise BatchError(f"videos: shape {list(self.videos.shape)}, expected {[B, *video]}")
         for name in ("latents", "log_probs", "old_v"):
             if name in tensors:
                 finite = tensors[name].flatten(1).isfinite().all(1) if B else torch.ones(0, dtype=torch.bool)

@@ -138,6 +138,8 @@ class RolloutConfig(Section):
     """Pixels."""
     width: int = Field(512, ge=16)
     """Pixels."""
+    frames: int = Field(1, ge=1)
+    """Of a video; 1 for images."""
     num_steps: int = Field(10, ge=1)
     """Denoising steps of a training sample."""
     guidance_scale: float = Field(1.0, ge=1.0)

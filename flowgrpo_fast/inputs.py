@@ -7,9 +7,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from flowgrpo_fast.algorithms import build_algorithm
+from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.data.prompts import PromptRecord, load_prompts
-from flowgrpo_fast.models import resolve_model_path
+from flowgrpo_fast.models import adapter_class, resolve_model_path
 from flowgrpo_fast.models.base import ModelAdapter
 from flowgrpo_fast.plan import BatchPlan, batch_plan
 from flowgrpo_fast.rewards import RewardManager, RewardSpec
@@ -30,6 +31,7 @@ def sampling_params(config: Config, window: int) -> SamplingParams:
     return SamplingParams(
         height=r.height,
         width=r.width,
+        frames=r.frames,
         num_steps=r.num_steps,
         guidance_scale=r.guidance_scale,
         rule=r.rule,
@@ -55,7 +57,7 @@ def validation_params(config: Config) -> SamplingParams:
 
 
 def require_negative_prompts(config: Config, records: list[PromptRecord], guidance_scale: float, what: str) -> None:
-    if guidance_scale > 1 and config.data.negative_prompt is None:
+    if adapter_class(config.model.family).needs_negative(guidance_scale) and config.data.negative_prompt is None:
         missing = next((r for r in records if r.negative_prompt is None), None)
         if missing is not None:
             raise ConfigError(
@@ -103,7 +105,7 @@ class Inputs:
         """Batch arithmetic and the rollout's sigmas. Raises ConfigError, for a window outside the schedule too."""
         r = config.rollout
         try:
-            sigmas = adapter.sigmas(r.num_steps, r.height, r.width, r.sigmas)
+            sigmas = adapter.sigmas(r.num_steps, MediaSize(r.height, r.width, r.frames), r.sigmas)
             window = window_size(window_config(config), sigmas, r.rule, r.noise_level)
             # All prompts now, not the first that is too long hours into a run.
             records = self.train_records + self.validation_records

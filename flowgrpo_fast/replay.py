@@ -185,8 +185,7 @@ class Replay:
             positive,
             negative,
             self.config.rollout.guidance_scale,
-            batch.height,
-            batch.width,
+            batch.media_size,
         )
 
     def _coefficients(self, m: MicroBatch) -> StepCoefficients:

@@ -12,6 +12,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 from safetensors import safe_open
 
+from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import ConfigError, SigmasConfig
 from flowgrpo_fast.models import build_adapter, resolve_model_path
 from flowgrpo_fast.models.glyph_prompts import ALPHABET, glyph_prompt, glyph_texts
@@ -47,7 +48,7 @@ def test_prompt_embeddings_are_the_pipelines(pipe: QwenImagePipeline, prompts: l
 def test_sigmas_are_the_pipelines(pipe: QwenImagePipeline) -> None:
     for steps, side in ((6, 64), (10, 128)):
         pipe("x", num_inference_steps=steps, height=side, width=side, true_cfg_scale=1.0, output_type="latent")
-        assert torch.equal(tiny_adapter().sigmas(steps, side, side, SigmasConfig()), pipe.scheduler.sigmas)
+        assert torch.equal(tiny_adapter().sigmas(steps, MediaSize(side, side), SigmasConfig()), pipe.scheduler.sigmas)
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
@@ -83,8 +84,8 @@ def test_cfg_branches_in_one_forward_equal_two() -> None:
     for negative_text in ("draw B2", "blurry and of low quality"):
         pos, neg = (adapter.encode(adapter.tokenize([t], 99)).repeated(3) for t in ("draw K7", negative_text))
         with torch.no_grad():
-            joint = adapter.velocity(transformer, x, sigma, pos, neg, 4.0, 64, 64)
-            apart = [adapter.velocity(transformer, x, sigma, e, None, 1.0, 64, 64) for e in (pos, neg)]
+            joint = adapter.velocity(transformer, x, sigma, pos, neg, 4.0, MediaSize(64, 64))
+            apart = [adapter.velocity(transformer, x, sigma, e, None, 1.0, MediaSize(64, 64)) for e in (pos, neg)]
         torch.testing.assert_close(joint, cfg_combine(*apart, 4.0, rescale=True), rtol=0, atol=5e-6)
 
 
@@ -108,7 +109,7 @@ def test_prompt_over_the_limit_is_refused_not_cut() -> None:
 
 def test_image_size_must_fit() -> None:
     with pytest.raises(ValueError, match="60 x 64: both must divide by 16"):
-        tiny_adapter().latent_shape(60, 64)
+        tiny_adapter().latent_shape(MediaSize(60, 64))
 
 
 def test_another_tokenizer_is_recognised(tmp_path: Path) -> None:

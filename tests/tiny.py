@@ -49,7 +49,7 @@ def tiny_rollout() -> InProcessRollout:
 
 def sampling(**changes: Any) -> SamplingParams:
     values: dict[str, Any] = dict(
-        height=64, width=64, num_steps=5, guidance_scale=1.0, rule="sde", noise_level=0.7, log_prob_form="gaussian",
+        height=64, width=64, frames=1, num_steps=5, guidance_scale=1.0, rule="sde", noise_level=0.7, log_prob_form="gaussian",
         log_prob_reduction="mean", window_size=2, initial_noise="sample", seed=3,
     )  # fmt: skip
     return SamplingParams(**(values | changes))
@@ -78,8 +78,9 @@ def exported(run_dir: Path, name: str = "final") -> dict[str, Tensor]:
 
 
 def brightness(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-    """A reward that needs no model and differs from sample to sample."""
-    return images.float().mean((1, 2, 3)) / 255 + images.float().std((1, 2, 3)) / 255
+    """A reward that needs no model and differs from sample to sample, of images and videos."""
+    pixels = images.flatten(1).float() / 255
+    return pixels.mean(1) + pixels.std(1)
 
 
 def record(prompt: str, index: int = 0) -> PromptRecord:

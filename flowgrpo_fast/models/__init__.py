@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,7 +12,13 @@ from flowgrpo_fast.config import ConfigError
 from flowgrpo_fast.models.base import ModelAdapter
 from flowgrpo_fast.registry import load_named
 
-FAMILIES = {"qwen_image": "flowgrpo_fast.models.qwen_image:QwenImageAdapter"}
+FAMILIES = {
+    "flux": "flowgrpo_fast.models.flux:FluxAdapter",
+    "qwen_image": "flowgrpo_fast.models.qwen_image:QwenImageAdapter",
+    "sd3": "flowgrpo_fast.models.sd3:SD3Adapter",
+    "wan": "flowgrpo_fast.models.wan:WanAdapter",
+}
+ENTRY_POINTS = "flowgrpo_fast.models"
 BUILTIN = {"glyphs": "glyphs"}
 
 
@@ -30,8 +37,13 @@ def resolve_model_path(path: str) -> Path:
     return folder
 
 
+def adapter_class(family: str) -> type[ModelAdapter]:
+    """Of a registered family, of an installed package's (entry points in the group `flowgrpo_fast.models`), or the user's `module:Class`. Raises ConfigError."""
+    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    found: type[ModelAdapter] = load_named("model.family", family, FAMILIES | installed)
+    return found
+
+
 def build_adapter(family: str, path: str, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
-    """The adapter of a registered family, or of the user's `module:Class`. Raises ConfigError."""
-    adapter_class = load_named("model.family", family, FAMILIES)
-    adapter: ModelAdapter = adapter_class(resolve_model_path(path), device, dtype)
-    return adapter
+    """Raises ConfigError for an unknown family, and for a path that is not a pipeline's folder."""
+    return adapter_class(family)(resolve_model_path(path), device, dtype)

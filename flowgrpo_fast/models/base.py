@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import SigmasConfig
+
+Guidance = Literal["negative", "embedded"]
+"""What guidance_scale is: the weight of a branch with the prompt against one with a negative prompt, or an input of the network."""
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Template and prompt, right-padded: input_ids int64 [P, L], mask bool [P, L]."""
+    """Template and prompt, right-padded: input_ids int64 [P, L], mask bool [P, L]. A family with several tokenizers has their ids one after another."""
 
     input_ids: Tensor
     mask: Tensor
@@ -71,9 +75,10 @@ def join_branches(positive: PromptEmbeds, negative: PromptEmbeds) -> PromptEmbed
 class ModelAdapter(Protocol):
     """Between a diffusers pipeline folder and the trainer. Holds tokenizer, text encoder, VAE and scheduler settings; not the transformer."""
 
-    family: str
+    family: ClassVar[str]
     pipeline_class: ClassVar[Any]
     """diffusers' pipeline: exports are in its formats."""
+    guidance: ClassVar[Guidance]
     path: Path
     dtype: torch.dtype
     lora_target_modules: ClassVar[list[str]]
@@ -83,6 +88,16 @@ class ModelAdapter(Protocol):
     @property
     def text_width(self) -> int:
         """E of the prompt embeddings."""
+        ...
+
+    @property
+    def pooled_width(self) -> int | None:
+        """E' of the pooled ones; None where the family has none."""
+        ...
+
+    @classmethod
+    def needs_negative(cls, guidance_scale: float) -> bool:
+        """Does this scale take a second branch, of a negative prompt?"""
         ...
 
     @property
@@ -98,15 +113,15 @@ class ModelAdapter(Protocol):
         """The same network from its config alone, for a caller that decides where parameters live and fills them."""
         ...
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
         """Shape of one sample's latents. ValueError where the size does not fit the VAE and patches."""
         ...
 
-    def smallest_size(self) -> tuple[int, int]:
-        """Height and width in pixels of a small image that the network takes: for probes of the weights."""
+    def smallest_size(self) -> MediaSize:
+        """Of a small image or video that the network takes: for probes of the weights."""
         ...
 
-    def sigmas(self, num_steps: int, height: int, width: int, config: SigmasConfig) -> Tensor:
+    def sigmas(self, num_steps: int, size: MediaSize, config: SigmasConfig) -> Tensor:
         """fp32 [T+1], last 0."""
         ...
 
@@ -124,12 +139,11 @@ class ModelAdapter(Protocol):
         positive: PromptEmbeds,
         negative: PromptEmbeds | None,
         guidance_scale: float,
-        height: int,
-        width: int,
+        size: MediaSize,
     ) -> Tensor:
         """v of x [B, ...] at sigma fp32 [B]; with `negative`, both CFG branches in one forward."""
         ...
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """[B, ...] fp32 -> uint8 [B, 3, H, W]."""
+    def decode(self, latents: Tensor, size: MediaSize) -> Tensor:
+        """[B, ...] fp32 -> uint8 [B, 3, H, W], of a video family [B, F, 3, H, W]."""
         ...

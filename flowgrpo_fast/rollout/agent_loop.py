@@ -146,7 +146,7 @@ class AgentLoop(ABC):
         """One generation of the whole group and its reward."""
         c = self.context
         negative = c.negative_prompt if task.record.negative_prompt is None else task.record.negative_prompt
-        guided = c.queue.sampling.guidance_scale > 1 and negative is not None
+        guided = c.adapter.needs_negative(c.queue.sampling.guidance_scale) and negative is not None
         request = RolloutRequest(
             group_id=int(task.group_id[turn]),
             tokens=c.tokenize(prompt),

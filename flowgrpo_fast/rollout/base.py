@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.batch import MediaSize, RolloutBatch
 from flowgrpo_fast.models.base import PromptTokens
 
 
@@ -19,6 +19,7 @@ class SamplingParams:
 
     height: int
     width: int
+    frames: int
     num_steps: int
     guidance_scale: float
     rule: Literal["sde", "cps", "dance"]
@@ -28,6 +29,10 @@ class SamplingParams:
     window_size: int
     initial_noise: str
     seed: int
+
+    @property
+    def media_size(self) -> MediaSize:
+        return MediaSize(self.height, self.width, self.frames)
 
 
 @dataclass(frozen=True)

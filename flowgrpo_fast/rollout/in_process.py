@@ -51,9 +51,9 @@ class InProcessRollout:
         self._cancelled.clear()
         with span("rollout"):
             batch = self.sample(requests, sampling, policy_version, self._poll)
-        assert batch.images is not None
-        # Images go to the rewards, on the host; copied here, in the rollout's thread, not in the event loop.
-        return replace(batch, images=batch.images.cpu())
+        # These go to the rewards, on the host; copied here, in the rollout's thread, not in the event loop.
+        on_host = {name: t.cpu() for name, t in batch.tensors().items() if name in ("images", "videos")}
+        return replace(batch, **on_host)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def sample(
@@ -64,8 +64,8 @@ class InProcessRollout:
         poll: Callable[[], None] | None = None,
     ) -> RolloutBatch:
         """As `generate`, with everything on the device. poll: see `denoise`."""
-        adapter, height, width = self.adapter, sampling.height, sampling.width
-        sigmas = adapter.sigmas(sampling.num_steps, height, width, self.sigmas)
+        adapter, size = self.adapter, sampling.media_size
+        sigmas = adapter.sigmas(sampling.num_steps, size, self.sigmas)
         T, W = sampling.num_steps, sampling.window_size
         sample_id = torch.cat([r.sample_id for r in requests])
         sizes = torch.tensor([len(r.sample_id) for r in requests])
@@ -75,7 +75,7 @@ class InProcessRollout:
 
         with span("encode"):
             positive = adapter.encode(stack_tokens([r.tokens for r in requests]))
-            negative = self._encode_negative(requests) if sampling.guidance_scale > 1 else None
+            negative = self._encode_negative(requests) if adapter.needs_negative(sampling.guidance_scale) else None
 
         def velocity_of(prompt_of: list[int]) -> Velocity:
             def velocity(x: Tensor, sigma: Tensor, rows: list[int]) -> Tensor:
@@ -83,11 +83,11 @@ class InProcessRollout:
                 text, other = positive.rows(prompts), negative
                 if other is not None:
                     other = other.repeated(len(rows)) if len(other.lengths) == 1 else other.rows(prompts)
-                return adapter.velocity(self.transformer, x, sigma, text, other, sampling.guidance_scale, height, width)
+                return adapter.velocity(self.transformer, x, sigma, text, other, sampling.guidance_scale, size)
 
             return velocity
 
-        shape, everything = adapter.latent_shape(height, width), list(range(len(requests)))
+        shape, everything = adapter.latent_shape(size), list(range(len(requests)))
         if sampling.initial_noise == "group":
             # Same prompt, same noise, no SDE noise before the window: the steps before the group's first window are one trajectory.
             ids = torch.tensor([r.group_id for r in requests])
@@ -122,7 +122,7 @@ class InProcessRollout:
             poll=poll,
         )
         with span("decode"):
-            images = torch.cat([adapter.decode(chunk, height, width) for chunk in trajectory.final.split(DECODE_BATCH)])
+            media = torch.cat([adapter.decode(chunk, size) for chunk in trajectory.final.split(DECODE_BATCH)])
         batch = RolloutBatch(
             latents=trajectory.latents,
             log_probs=trajectory.log_probs,
@@ -135,9 +135,9 @@ class InProcessRollout:
             prompt_embeds=positive.embeds.contiguous(),
             prompt_embeds_mask=positive.mask(),
             policy_version=policy_version,
-            height=height,
-            width=width,
-            images=images,
+            **size._asdict(),
+            images=media if media.dim() == 4 else None,
+            videos=media if media.dim() == 5 else None,
             pooled_prompt_embeds=positive.pooled,
             negative_prompt_embeds=None if negative is None else negative.embeds.contiguous(),
             negative_prompt_embeds_mask=None if negative is None else negative.mask(),

@@ -81,13 +81,16 @@ def lora_checksums(lora: FlatTensors, scaling: float, dtype: torch.dtype) -> dic
 @torch.no_grad()
 def probe(adapter: ModelAdapter, transformer: Any, device: torch.device) -> Tensor:
     """Velocity of a fixed input, fp32 on the CPU: equal weights that are really used give equal probes on both sides."""
-    height, width = adapter.smallest_size()
+    size = adapter.smallest_size()
     ids = torch.zeros(1, dtype=torch.int64, device=device)
-    x = philox_normal(NoiseKey(PROBE_SEED, 0, ids, STREAM_INITIAL), adapter.latent_shape(height, width))
+    x = philox_normal(NoiseKey(PROBE_SEED, 0, ids, STREAM_INITIAL), adapter.latent_shape(size))
     embeds = philox_normal(NoiseKey(PROBE_SEED, 1, ids, STREAM_INITIAL), (PROBE_TOKENS, adapter.text_width))
     sigma = torch.full((1,), PROBE_SIGMA, device=device)
-    text = PromptEmbeds(embeds, (PROBE_TOKENS,))
-    return adapter.velocity(transformer, x, sigma, text, None, 1.0, height, width).float().cpu()
+    pooled = None
+    if adapter.pooled_width is not None:
+        pooled = philox_normal(NoiseKey(PROBE_SEED, 2, ids, STREAM_INITIAL), (adapter.pooled_width,))
+    text = PromptEmbeds(embeds, (PROBE_TOKENS,), pooled)
+    return adapter.velocity(transformer, x, sigma, text, None, 1.0, size).float().cpu()
 
 
 def require_equal_probe(mine: Tensor, theirs: Tensor, dtype: torch.dtype, what: str) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
+from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import SigmasConfig
 from flowgrpo_fast.models.base import PromptEmbeds
 from flowgrpo_fast.models.qwen_image import QwenImageAdapter
@@ -44,8 +45,10 @@ class Job:
 class EngineQwenImageAdapter(QwenImageAdapter):
     """QwenImageAdapter for the engine's transformer, which wants the text lengths beside the embeddings."""
 
-    def network_inputs(self, x: Tensor, sigma: Tensor, prompt: PromptEmbeds, height: int, width: int) -> dict[str, Any]:
-        inputs = super().network_inputs(x, sigma, prompt, height, width)
+    def network_inputs(
+        self, x: Tensor, sigma: Tensor, prompt: PromptEmbeds, guidance_scale: float, size: MediaSize
+    ) -> dict[str, Any]:
+        inputs = super().network_inputs(x, sigma, prompt, guidance_scale, size)
         return {**inputs, "txt_seq_lens": [prompt.embeds.shape[1]] * x.shape[0]}
 
 
@@ -141,6 +144,7 @@ class FlowGrpoQwenImagePipeline(QwenImagePipeline):
         sampling = SamplingParams(
             height=(wanted.height or 512) // unit * unit,
             width=(wanted.width or 512) // unit * unit,
+            frames=1,
             num_steps=wanted.num_inference_steps or 2,
             guidance_scale=1.0,
             rule="sde",
