@@ -108,7 +108,9 @@ def wan(expand_timesteps: bool = False) -> WanPipeline:
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16, text_dim=WIDTH, freq_dim=32, ffn_dim=48,
         num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
     )  # fmt: skip
-    vae = AutoencoderKLWan(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True])
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
     return WanPipeline(
         transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae,
         text_encoder=t5_encoder(UMT5Config, UMT5EncoderModel), tokenizer=t5_tokenizer(), expand_timesteps=expand_timesteps,

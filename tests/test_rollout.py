@@ -137,7 +137,7 @@ def test_shared_prefix_is_the_trajectory_of_each_sample() -> None:
     with torch.no_grad():
         for i in range(2):
             sigma = shared.sigmas[i : i + 1]
-            x = x + original(rollout.transformer, x, sigma, text, None, 1.0, 64, 64) * (
+            x = x + original(rollout.transformer, x, sigma, text, None, 1.0, shared.media_size) * (
                 shared.sigmas[i + 1] - shared.sigmas[i]
             )
     torch.testing.assert_close(shared.latents[:, 0], x.expand(4, -1, -1), rtol=0, atol=1e-6)

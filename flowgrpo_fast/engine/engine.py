@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flowgrpo_fast import comm
 from flowgrpo_fast.config import Config
 from flowgrpo_fast.engine.ema import Ema, Masters
-from flowgrpo_fast.engine.loading import add_lora, load_partitioned
+from flowgrpo_fast.engine.loading import add_lora, load_partitioned, saved_buffers
 from flowgrpo_fast.engine.sequence_parallel import SequenceParallel
 from flowgrpo_fast.engine.settings import clips_by_itself, coalesces, deepspeed_config, learning_rate, stage
 from flowgrpo_fast.models.base import ModelAdapter
@@ -264,7 +264,7 @@ class Engine:
             yield
 
     @staticmethod
-    def numel(parameter: nn.Parameter) -> int:
+    def numel(parameter: Tensor) -> int:
         """Of the whole parameter, which holds nothing while it is partitioned."""
         return int(getattr(parameter, "ds_numel", parameter.numel()))
 
@@ -278,16 +278,18 @@ class Engine:
             yield
 
     def parameter_bytes(self) -> dict[str, int]:
-        """Of each parameter, whole."""
-        return {name: self.numel(p) * p.element_size() for name, p in self.module.named_parameters()}
+        """Of each parameter, whole, and of each buffer that belongs to a checkpoint."""
+        named = dict(self.module.named_parameters()) | saved_buffers(self.module)
+        return {name: self.numel(t) * t.element_size() for name, t in named.items()}
 
     def gather_to_main(self, names: list[str]) -> dict[str, Tensor] | None:
-        """These parameters whole, on the CPU of rank 0; None elsewhere. A collective."""
-        parameters = [self.module.get_parameter(name) for name in names]
-        with self.gathered(parameters):
+        """These parameters whole, and buffers, on the CPU of rank 0; None elsewhere. A collective."""
+        named = dict(self.module.named_parameters())
+        buffers = saved_buffers(self.module)
+        with self.gathered([named[name] for name in names if name in named]):
             if comm.rank() != 0:
                 return None
-            return {name: p.detach().cpu().clone() for name, p in zip(names, parameters, strict=True)}
+            return {name: (named | buffers)[name].detach().cpu().clone() for name in names}
 
     def peft_config(self, adapter_name: str) -> dict[str, Any]:
         network: Any = self.module

@@ -50,10 +50,14 @@ def load_partitioned(adapter: ModelAdapter, settings: dict[str, Any]) -> nn.Modu
 
 
 def stream_weights(network: nn.Module, folder: Path) -> None:
-    """Fills partitioned parameters from safetensors, one file after the other, a bucket of parameters at a time. A collective."""
-    named = dict(network.named_parameters())
+    """Fills partitioned parameters from safetensors, one file after the other, a bucket of parameters at a time. A collective.
+
+    Saved buffers (SD3's position table) are small: every rank reads them itself.
+    """
+    named, saved = dict(network.named_parameters()), saved_buffers(network)
     located = _located(folder)
-    missing, unknown = sorted(named.keys() - located.keys()), sorted(located.keys() - named.keys())
+    wanted = named.keys() | saved.keys()
+    missing, unknown = sorted(wanted - located.keys()), sorted(located.keys() - wanted)
     if missing or unknown:
         raise ConfigError(
             f"{folder} does not fit its own config.json: {len(missing)} parameter(s) missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
@@ -63,6 +67,9 @@ def stream_weights(network: nn.Module, folder: Path) -> None:
         with safe_open(folder / file, framework="pt") as shard:
             for name in (name for name in named if located[name] == file):
                 _require_shape(name, shard.get_slice(name).get_shape(), list(named[name].ds_shape))  # type: ignore[attr-defined]
+            for name in (name for name in saved if located[name] == file):
+                _require_shape(name, shard.get_slice(name).get_shape(), list(saved[name].shape))
+                saved[name].copy_(shard.get_tensor(name))
     for file in files:
         sizes = {name: p.ds_numel * p.element_size() for name, p in named.items() if located[name] == file}  # type: ignore[attr-defined]
         with safe_open(folder / file, framework="pt") as shard:
@@ -72,6 +79,12 @@ def stream_weights(network: nn.Module, folder: Path) -> None:
                     if comm.rank() == 0:
                         for name in bucket:
                             named[name].data.copy_(shard.get_tensor(name))
+
+
+def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a checkpoint, by name."""
+    saved = dict(network.named_buffers())
+    return {name: saved[name] for name in network.state_dict() if name in saved}
 
 
 def _located(folder: Path) -> dict[str, str]:

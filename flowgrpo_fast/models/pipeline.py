@@ -63,11 +63,13 @@ class PipelineAdapter(ABC):
 
     def load_transformer(self) -> nn.Module:
         model = self.transformer_class.from_pretrained(self.transformer_folder, torch_dtype=self.dtype)
-        return model.to(self.device)  # type: ignore[no-any-return]
+        network: nn.Module = model.to(self.device)
+        return network
 
     def build_transformer(self) -> nn.Module:
         config = self.transformer_class.load_config(self.transformer_folder)
-        return self.transformer_class.from_config(config)  # type: ignore[no-any-return]
+        network: nn.Module = self.transformer_class.from_config(config)
+        return network
 
     def sigmas(self, num_steps: int, size: MediaSize, config: SigmasConfig) -> Tensor:
         """kind `pipeline`: linspace(1, 1/T, T) through the shift of the checkpoint's scheduler, once."""
@@ -77,7 +79,9 @@ class PipelineAdapter(ABC):
             )
         s = self.scheduler
         if not s.get("use_dynamic_shifting"):
-            return make_sigmas(num_steps, "single_shift", shift=s.get("shift", 1.0), shift_terminal=s.get("shift_terminal"))
+            return make_sigmas(
+                num_steps, "single_shift", shift=s.get("shift", 1.0), shift_terminal=s.get("shift_terminal")
+            )
         mu = dynamic_mu(
             self.image_tokens(size),
             s.get("base_image_seq_len", 256),

@@ -40,7 +40,9 @@ class SD3Adapter(PipelineAdapter):
 
     @cached_property
     def clip_encoders(self) -> list[CLIPTextModelWithProjection]:
-        return [self.component(CLIPTextModelWithProjection, n, dtype=self.dtype) for n in ("text_encoder", "text_encoder_2")]
+        return [
+            self.component(CLIPTextModelWithProjection, n, dtype=self.dtype) for n in ("text_encoder", "text_encoder_2")
+        ]
 
     @cached_property
     def t5_encoder(self) -> T5EncoderModel:

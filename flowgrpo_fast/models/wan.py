@@ -67,7 +67,12 @@ class WanAdapter(PipelineAdapter):
                 f"rollout.frames = {size.frames}: one more than a multiple of {self.frame_scale} for {self.family}"
             )
         frames = (size.frames - 1) // self.frame_scale + 1
-        return self.transformer_config["in_channels"], frames, size.height // self.vae_scale, size.width // self.vae_scale
+        return (
+            self.transformer_config["in_channels"],
+            frames,
+            size.height // self.vae_scale,
+            size.width // self.vae_scale,
+        )
 
     def smallest_size(self) -> MediaSize:
         side = 2 * self.vae_scale * self.transformer_config["patch_size"][1]
@@ -93,7 +98,9 @@ class WanAdapter(PipelineAdapter):
     ) -> dict[str, Any]:
         timestep = sigma * 1000
         if self.timestep_per_token:
-            frames, height, width = (n // p for n, p in zip(x.shape[2:], self.transformer_config["patch_size"], strict=True))
+            frames, height, width = (
+                n // p for n, p in zip(x.shape[2:], self.transformer_config["patch_size"], strict=True)
+            )
             timestep = timestep[:, None].expand(-1, frames * height * width)
         return {
             "hidden_states": x.to(self.dtype),
