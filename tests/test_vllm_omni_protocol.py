@@ -63,6 +63,7 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
         ),
         (["rollout.server.engine={enforce_eager: false}"], "compiled blocks round differently"),
         (["rollout.server.replicas=0"], "there is no server to sample from"),
+        (["model.family=sd3"], "model.family = 'sd3' has no vllm-omni pipeline with log-probs"),
         (["rollout.server.engine={dtype: null}"], "set model.dtype"),
     ],
 )
