@@ -277,19 +277,22 @@ class Engine:
         with self.ema.swapped():
             yield
 
+    def _saved(self) -> dict[str, Tensor]:
+        """Each parameter, and each buffer that belongs to a checkpoint."""
+        return dict(self.module.named_parameters()) | saved_buffers(self.module)
+
     def parameter_bytes(self) -> dict[str, int]:
         """Of each parameter, whole, and of each buffer that belongs to a checkpoint."""
-        named = dict(self.module.named_parameters()) | saved_buffers(self.module)
-        return {name: self.numel(t) * t.element_size() for name, t in named.items()}
+        return {name: self.numel(t) * t.element_size() for name, t in self._saved().items()}
 
     def gather_to_main(self, names: list[str]) -> dict[str, Tensor] | None:
         """These parameters whole, and buffers, on the CPU of rank 0; None elsewhere. A collective."""
-        named = dict(self.module.named_parameters())
-        buffers = saved_buffers(self.module)
-        with self.gathered([named[name] for name in names if name in named]):
+        saved = self._saved()
+        wanted = {name: saved[name] for name in names}
+        with self.gathered([t for t in wanted.values() if isinstance(t, nn.Parameter)]):
             if comm.rank() != 0:
                 return None
-            return {name: (named | buffers)[name].detach().cpu().clone() for name in names}
+            return {name: t.detach().cpu().clone() for name, t in wanted.items()}
 
     def peft_config(self, adapter_name: str) -> dict[str, Any]:
         network: Any = self.module
