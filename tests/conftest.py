@@ -27,6 +27,7 @@ CPU_BACKENDS = ["reference", *(b for b in ("cpp", "triton") if _registry._find("
 # for every op; so these need not run on it again:
 INTERPRETED_ELSEWHERE = (
     "batch_invariance",  # of the reference, whose bits Triton's are
+    "as_accurate_as_eager",  # the same
     "opcheck",  # of the registration, which the backends share
     "compiles_without",
     "equal_rewards",

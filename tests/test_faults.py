@@ -48,8 +48,11 @@ def test_twenty_kills_lose_nothing_before_the_last_save(tmp_path: Path) -> None:
 
     Moments are drawn over the whole life of a process: imports, loading, rollout, update, saving, pruning.
     """
-    # Two updates' worth of state that a save must hold: the average, and a second moment.
-    settings = (*SMALL, "trainer.save_every=1", "trainer.total_steps=25", "ema.decay=0.9", "trainer.keep_checkpoints=1")
+    # Two updates' worth of state that a save must hold: the average, and a second moment. Steps of 0.3 s, half of which is saving.
+    settings = (
+        *SMALL, "algorithm.group_size=2", "algorithm.groups_per_step=1", "rollout.groups_per_batch=1", "rollout.num_steps=2",
+        "rollout.window.range=[0, 1]", "trainer.save_every=1", "trainer.total_steps=12", "ema.decay=0.9", "trainer.keep_checkpoints=1",
+    )  # fmt: skip
     # The first rank waits 12 s for the server that ranks are forked from.
     run_ranks(1, tmp_path / "first", *SMALL, "trainer.total_steps=1")
     began = time.monotonic()
@@ -59,7 +62,7 @@ def test_twenty_kills_lose_nothing_before_the_last_save(tmp_path: Path) -> None:
     while kills < KILLS:
         (rank,) = start_ranks(1, tmp_path / "killed", *settings)
         # A quarter of the runs may save nothing; the others get some steps further.
-        time.sleep(draw.uniform(0.1, 0.3) * life)
+        time.sleep(draw.uniform(0.1, 0.6) * life)
         if rank.is_running():
             os.kill(rank.pid, signal.SIGKILL)
             kills += 1

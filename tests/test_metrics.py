@@ -7,9 +7,12 @@ import io
 import json
 import math
 import os
+import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -157,6 +160,44 @@ def test_wandb_asked_for_and_missing_stops_before_anything_is_written(
     with pytest.raises(ValueError, match="pip install wandb"):
         MetricsWriter(tmp_path / "run", wandb_project="p")
     assert not (tmp_path / "run").exists()
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """What wandb wrote to be synchronised later: protobuf records in LevelDB's log format, in blocks of 32 KiB after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    raw, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(raw):
+        if (left := 0x8000 - at % 0x8000) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", raw, at)
+        whole += raw[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def test_wandb_offline_holds_the_config_every_row_and_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = {"algorithm": {"group_size": 8}}
+    writer = MetricsWriter(tmp_path / "run", tensorboard=False, wandb_project="p", config=config)
+    writer.log(1, {"reward/mean": 0.5})
+    writer.log_images(1, "samples/after", Image.new("RGB", (6, 4), (10, 20, 30)))
+    writer.log(2, {"reward/mean": 0.75})
+    writer.close()
+
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    records = list(wandb_records(file))
+    (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    assert (run.project, run.run_group, run.display_name) == ("p", "run", "run")
+    assert {u.key: json.loads(u.value_json) for u in run.config.update}["algorithm"] == config["algorithm"]
+    rows = [r.history for r in records if r.WhichOneof("record_type") == "history"]
+    values = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in r.item} for r in rows]
+    assert [(v["_step"], v["reward/mean"]) for v in values] == [(1, 0.5), (2, 0.75)]
+    with Image.open(file.parent / "files" / values[0]["samples/after/path"]) as grid:
+        assert grid.convert("RGB").getpixel((0, 0)) == (10, 20, 30)
 
 
 def test_phase_timer_adds_up_nests_survives_errors_and_resets() -> None:

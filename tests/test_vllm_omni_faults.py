@@ -72,8 +72,8 @@ def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path:
     port = str(free_port())
     overrides = [
         f"run_dir={tmp_path}", f"rollout.python={PYTHON}", "rollout.server.threads=1", "engine.threads=1", *LORA_RUN,
-        "model.lora.target_modules=all-linear", "rollout.groups_per_batch=1", "algorithm.group_size=4", "algorithm.groups_per_step=4",
-        "optimizer.learning_rate=1e-3", "validation.num_prompts=7", "rollout.colocated=true", "trainer.total_steps=1000", "rollout.check_every=1",
+        "model.lora.target_modules=all-linear", "rollout.groups_per_batch=1", "algorithm.group_size=4", "algorithm.groups_per_step=2",
+        "optimizer.learning_rate=1e-3", "validation.num_prompts=3", "rollout.colocated=true", "trainer.total_steps=1000", "rollout.check_every=1",
         "logging.samples_every=0", "logging.tensorboard=false", "trainer.save_every=0", "trainer.validate_every=0",
     ]  # fmt: skip
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

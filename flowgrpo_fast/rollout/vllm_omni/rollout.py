@@ -215,9 +215,10 @@ class VllmOmniRollout:
 
     def _shake_hands(self, clients: list[ServerClient]) -> None:
         mine = self.adapter.tokenize([HANDSHAKE_PROMPT], 512).input_ids.reshape(-1)
+        digest = text_encoder_digest(self.adapter.path)
         for client in clients:
             identity = client.hello(self.settings.start_timeout_s)
-            check_identity(identity, client.address, mine, text_encoder_digest(self.adapter.path), self._embedding)
+            check_identity(identity, client.address, mine, digest, self._embedding)
             self._embedding = identity["embedding"]
 
     def _reserve(self, key: str) -> ServerClient:
