@@ -2,7 +2,8 @@
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 # Pinned beside everything that needs torch, or pip may bring another build. On a CUDA machine: make setup TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
-# Bytecode is written when a module is first imported: compiling all of what is installed would take a minute of set-up.
+# Bytecode is written when a module is first imported: compiling all of what is installed would take a minute of set-up. So it must be written:
+unexport PYTHONDONTWRITEBYTECODE
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 VENV := .venv
 BIN := $(VENV)/bin

@@ -79,7 +79,7 @@ class PeerLoop:
     def __init__(self, trainer: Trainer, batch: int) -> None:
         self.trainer, self.batch = trainer, batch
         self.adapter, self.engine, self.config = trainer.adapter, trainer.engine, trainer.config
-        self.window, self.sigmas = trainer.plan.window, trainer.sigmas
+        self.window, self.sigmas = trainer.plan.slots, trainer.sigmas
 
     def job(self, step: int) -> Job:
         """Outside the time."""

@@ -1,6 +1,7 @@
 """mkdocs hooks: the pages that are made from the code, so that they cannot fall behind it.
 
 configuration.md    every key of flowgrpo_fast.config: type, default, bounds, docstring
+support.md          which family with which algorithm, from the tables that tests/test_matrix.py runs
 recipes.md          every configs/*.yaml: what it is for, how to run it, what it sets
 readme.md, ...      README, CONTRIBUTING and CHANGELOG as pages, to be linked to instead of copied
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from flowgrpo_fast.config import Config, Section, load_config  # noqa: E402
+from tests.matrix import ALGORITHMS, BY_ENGINE, FAMILIES  # noqa: E402
 
 INCLUDED = {"readme.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 LAUNCH = "deepspeed flowgrpo_fast/train.py --config"
@@ -36,6 +38,7 @@ BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "configuration.md", content=configuration_page()))
     files.append(File.generated(config, "recipes.md", content=recipes_page()))
+    files.append(File.generated(config, "support.md", content=support_page()))
     for page, source in INCLUDED.items():
         files.append(File.generated(config, page, content=without_outside_links((ROOT / source).read_text())))
     return files
@@ -43,6 +46,35 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return markdown if page.file.src_uri == "configuration.md" else linked_keys(markdown)
+
+
+# --- Support ---
+
+
+def support_page() -> str:
+    """Every cell of the first column is a test of tests/test_matrix.py; every one of the second names its test."""
+    lines = [
+        "# Support",
+        "",
+        "What has been run with what. **tiny**: a step of LoRA on a random pipeline of the family, built offline, on a CPU, guidance on (`tests/test_matrix.py`); the family's",
+        "network, VAE, text encoders and schedule are diffusers' own and compared with diffusers' pipeline (`tests/test_families.py`). **engine**: by the real vllm-omni 0.30 on a CPU, a whole",
+        "run or what the algorithm needs of its samples, with the bits of the in-process rollout.",
+        "Nothing has been run on a GPU yet. This page is made from the tables that the tests run.",
+        "",
+        "| | " + " | ".join(FAMILIES.values()) + " |",
+        "|---" * (len(FAMILIES) + 1) + "|",
+    ]
+    for algorithm in ALGORITHMS:
+        cells = ["tiny, engine" if (family, algorithm) in BY_ENGINE else "tiny" for family in FAMILIES]
+        lines.append(f"| {algorithm} | " + " | ".join(cells) + " |")
+    lines += ["", "By the engine:", ""]
+    lines += [f"- {FAMILIES[family]}, {algorithm}: `tests/{test}`" for (family, algorithm), test in BY_ENGINE.items()]
+    lines += [
+        "",
+        "The engine runs Qwen-Image only so far; another family with `rollout.backend: vllm_omni` is an error that says so.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 # --- Configuration ---

@@ -1,6 +1,6 @@
 """Checkpoints that are whole or absent: written beside, synced, renamed. The previous one survives a full disk and a kill.
 
-run_dir/checkpoints/step-000040/   config.yaml, trainer.json, state/ (DeepSpeed: trained parameters, optimizer), ema/
+run_dir/checkpoints/step-000040/   config.yaml, trainer.json, state/ (DeepSpeed: trained parameters, optimizer), ema/, old_policy/
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _not_written(final: Path, failure: Exception) -> CheckpointError:
 
 
 def _require_space(folder: Path, engine: Engine, is_local: bool) -> None:
-    """fp32 parameter, two Adam moments, a half-precision copy and the average: 14 or 18 bytes a trained parameter, and a tenth for the rest.
+    """fp32 parameter, two Adam moments, a half-precision copy, and 4 for each average: from 14 bytes a trained parameter on, and a tenth for the rest.
 
     A node's own disk takes the share of its ranks.
     """
@@ -221,7 +221,7 @@ def _require_space(folder: Path, engine: Engine, is_local: bool) -> None:
     if is_local:
         ranks_here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or comm.world_size()
         share = int(ranks_here) / comm.world_size()
-    needed = int(engine.trainable_parameters * (14 if engine.ema is None else 18) * 1.1 * share)
+    needed = int(engine.trainable_parameters * (14 + 4 * len(engine.averages())) * 1.1 * share)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"needs about {needed / 2**20:.0f} MiB in {folder.parent}, {free / 2**20:.0f} MiB are free")

@@ -152,6 +152,8 @@ class RolloutConfig(Section):
     window: WindowSection = WindowSection()
     initial_noise: Literal["sample", "group"] = "sample"
     """`group`: all samples of a group start from the same noise; the ODE steps before the window are then done once per group."""
+    ode_order: Literal[1, 2] = 1
+    """Of the ODE steps after the window: 1 is Euler; 2 extrapolates from the step before (MixGRPO samples the rest with a second-order solver, in fewer steps)."""
     groups_per_batch: int = Field(1, ge=1)
     """Groups in one forward."""
     max_sequence_length: int = Field(512, ge=1)
@@ -169,6 +171,19 @@ class AlgorithmConfig(Section):
     """Prompts per training step, over all ranks."""
     updates_per_rollout: int = Field(1, ge=1)
     """Optimizer updates a step, each on its share of the prompts. From the second on, the ratio leaves 1."""
+    advantage: str = "group"
+    """Estimator: `group`, `gdpo` (each reward normalised by itself, then weighted), or `module:function`."""
+    train_timesteps: int = Field(4, ge=1)
+    """Forward-process algorithms (diffusion_nft, awm, dpo): noise levels at which each sample is trained."""
+    timesteps: Literal["uniform", "logit_normal", "schedule"] = "uniform"
+    """Where those lie: evenly in (0, 1), each drawn inside its own share; around the middle; or among the rollout's own sigmas."""
+    old_policy: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999"] = "copy"
+    """diffusion_nft, awm: who samples and is compared with. `copy`: the policy as each rollout finds it. The others: a slow average,
+    old = d old + (1 - d) policy after each step, with d = min(0.5, 0.001 step) or min(0.999, 0.0075 max(0, step - 75))."""
+    beta: float | None = Field(None, gt=0)
+    """diffusion_nft: step away from the old policy, 0.1. dpo: strength of the KL, 2000. null: these."""
+    train_on: int | None = Field(None, ge=2)
+    """Of each group, train on so many samples: the best and the worst half of them (DanceGRPO's best-of-n), by advantage; null: all."""
     normalize: Literal["global_std", "group_std", "none"] = "global_std"
     """What advantages are divided by: the std of all rewards of the step, that of the group, or nothing (Dr.GRPO)."""
     advantage_eps: float = Field(1e-4, ge=0)
@@ -180,7 +195,13 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(1e-4, gt=0)
     """ratio - 1 is clipped at this."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the true Gaussian KL to the reference policy; 0 builds no reference."""
+    """Weight of the KL to the reference policy; 0 builds no reference."""
+    kl_form: Literal["gaussian", "flow_grpo", "velocity_mse"] = "gaussian"
+    """`gaussian`: the true KL of the step. `flow_grpo`: its divisor is std_dev_t^2, so under rule sde the KL times -dt. `velocity_mse`: mean((v - v_ref)^2)."""
+    step_weight: Literal["none", "noise_level"] = "none"
+    """`noise_level`: a step's loss in proportion to its noise s, mean 1 over the trainable steps (TempFlow-GRPO)."""
+    divergence_limit: float = Field(1e-5, gt=0)
+    """flow_dppo only: a sample is dropped beyond it, where its update would lead further away."""
     log_prob_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """`gaussian`: the density. `flow_grpo`: -mean((x' - mu)^2), without variance and constants."""
     log_prob_reduction: Literal["mean", "sum"] = "mean"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from flowgrpo_fast.algorithms import build_algorithm
+from flowgrpo_fast.algorithms import build_advantage, build_algorithm
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.data.prompts import PromptRecord, load_prompts
@@ -25,7 +25,7 @@ def window_config(config: Config) -> WindowConfig:
     return WindowConfig(w.size, window_range, w.scope, w.strategy, shift_every=w.shift_every, shift_by=w.shift_by)
 
 
-def sampling_params(config: Config, window: int) -> SamplingParams:
+def sampling_params(config: Config, window: int, keep_old_v: bool = False) -> SamplingParams:
     """How training samples are drawn."""
     r = config.rollout
     return SamplingParams(
@@ -41,6 +41,8 @@ def sampling_params(config: Config, window: int) -> SamplingParams:
         window_size=window,
         initial_noise=r.initial_noise,
         seed=config.seed,
+        ode_order=r.ode_order,
+        keep_old_v=keep_old_v,
     )
 
 
@@ -76,7 +78,12 @@ class Inputs:
 
             check(config)
         self.agent_loop = agent_loop_class(config.rollout.agent_loop)
-        self.algorithm = build_algorithm(config.algorithm)
+        self.algorithm, self.advantage = build_algorithm(config.algorithm), build_advantage(config.algorithm)
+        samples_ode = self.algorithm.process == "forward" and config.rollout.agent_loop != "preferences"
+        if samples_ode and config.rollout.initial_noise == "group":
+            raise ConfigError(
+                f"rollout.initial_noise = 'group': {config.algorithm.name} samples by the ODE, and all samples of a group would be one; set sample"
+            )
         self.train_records = load_prompts(config.data.train, "train")
         self.validation_records: list[PromptRecord] = []
         if config.data.validation is not None:
@@ -106,7 +113,10 @@ class Inputs:
         r = config.rollout
         try:
             sigmas = adapter.sigmas(r.num_steps, MediaSize(r.height, r.width, r.frames), r.sigmas)
-            window = window_size(window_config(config), sigmas, r.rule, r.noise_level)
+            if self.algorithm.process == "reverse":
+                slots = window_size(window_config(config), sigmas, r.rule, r.noise_level)
+            else:
+                slots = config.algorithm.train_timesteps
             # All prompts now, not the first that is too long hours into a run.
             records = self.train_records + self.validation_records
             negatives = [record.negative_prompt for record in records] + [config.data.negative_prompt]
@@ -116,4 +126,11 @@ class Inputs:
                 adapter.tokenize([prompt], r.max_sequence_length)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        return batch_plan(config, self.world_size, window, self.agent_loop.turns), sigmas
+        trained = self.algorithm.trained_per_group()
+        plan = batch_plan(config, self.world_size, slots, self.agent_loop.turns, trained)
+        if self.algorithm.shares_noise and plan.micro_batch_size % trained:
+            raise ConfigError(
+                f"engine.micro_batch_size {plan.micro_batch_size}: {config.algorithm.name} compares the {trained} samples of a group; set a multiple of"
+                f" {trained}"
+            )
+        return plan, sigmas

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from diffusers.models.modeling_utils import no_init_weights
 
+from flowgrpo_fast.algorithms import uses_reference
 from flowgrpo_fast.config import Config
 from flowgrpo_fast.engine.loading import add_lora
 from flowgrpo_fast.engine.settings import BUCKET, DTYPES, coalesces, has_half_master, stage
@@ -54,7 +55,9 @@ def memory_per_rank(config: Config, parameters: Parameters, ranks: int) -> dict[
         parts["gradients of an update, added up"] = 4 * T
     if config.ema.decay is not None:
         parts["average"] = 4 * T // over[1]
-    if config.model.train == "full" and config.algorithm.kl_coef > 0:
+    if config.algorithm.old_policy != "copy":
+        parts["old policy"] = 4 * T // over[1]
+    if config.model.train == "full" and uses_reference(config.algorithm):
         parts["reference"] = parameters.total * size // over[3]
     if zero == 3 and config.rollout.backend == "in_process":
         parts["the whole network, while sampling"] = weights - weights // ranks
@@ -76,7 +79,7 @@ def memory_lines(config: Config, parameters: Parameters, ranks: int) -> list[str
     where = {WEIGHTS: e.offload_parameters, "reference": e.offload_parameters}
     where |= dict.fromkeys((MASTER, MOMENTS), e.offload_optimizer)
     # They follow the master weights, but never to a disk.
-    where |= dict.fromkeys(("gradients", "average"), "none" if e.offload_optimizer == "none" else "cpu")
+    where |= dict.fromkeys(("gradients", "average", "old policy"), "none" if e.offload_optimizer == "none" else "cpu")
     names = list(dict.fromkeys(name for parts in found for name in parts))
     lines = [
         f"memory of each of {ranks} rank(s) in GiB, without activations, text encoder and VAE"

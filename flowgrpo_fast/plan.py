@@ -18,7 +18,12 @@ class BatchPlan:
     rollout_batches: int
     rollout_batch_size: int
     """Samples in one rollout forward."""
-    window: int
+    trained_samples: int
+    """Of `samples`, those that are trained on: trained_per_group of each group."""
+    trained_batch_size: int
+    """Of a rollout forward."""
+    slots: int
+    """Pairs of each sample: steps of its window, or noise levels."""
     micro_batch_size: int
     """Pairs in one training forward."""
     micro_batches: int
@@ -32,25 +37,33 @@ class BatchPlan:
     def shared(self) -> BatchPlan:
         """The same work as a sequence-parallel group sees it: all its ranks' samples, together."""
         n = self.sequence_parallel
-        return replace(self, samples=self.samples * n, micro_batches=self.micro_batches * n)
+        return replace(
+            self,
+            samples=self.samples * n,
+            trained_samples=self.trained_samples * n,
+            micro_batches=self.micro_batches * n,
+        )
 
     def lines(self) -> list[str]:
         pairs = self.micro_batch_size * self.micro_batches
+        chosen = "" if self.trained_samples == self.samples else f", {self.trained_samples} of them trained on"
         same = (
             "the rollout's shape"
             if self.replays_rollout_shape
             else "not the rollout's shape: old log-probs from the trainer"
         )
         return [
-            f"{self.world_size} rank(s) x {self.groups} group(s): {self.samples * self.world_size} samples per step, {self.samples} per rank",
+            f"{self.world_size} rank(s) x {self.groups} group(s): {self.samples * self.world_size} samples per step, {self.samples} per rank{chosen}",
             f"rollout: {self.rollout_batches} batch(es) of {self.rollout_batch_size} samples per rank",
-            f"update: {self.updates} per rollout, each {pairs} (sample, step) pairs per rank (window {self.window})"
+            f"update: {self.updates} per rollout, each {pairs} pairs per rank ({self.slots} a sample)"
             f" = {self.micro_batches} forward(s) of {self.micro_batch_size} ({same})",
         ]
 
 
-def batch_plan(config: Config, world_size: int, window: int, turns: int = 1) -> BatchPlan:
-    """Divides the step's work among ranks, batches and updates. `window`: trained steps per sample; `turns`: generations per group.
+def batch_plan(
+    config: Config, world_size: int, slots: int, turns: int = 1, trained_per_group: int | None = None
+) -> BatchPlan:
+    """Divides the step's work among ranks, batches and updates. slots: pairs of each sample; turns: generations per group; trained_per_group: null is all.
 
     Raises ConfigError in one sentence with the numbers when something does not divide.
     """
@@ -70,13 +83,14 @@ def batch_plan(config: Config, world_size: int, window: int, turns: int = 1) -> 
             f"rollout.groups_per_batch {config.rollout.groups_per_batch} does not divide the {per_update} group(s) of one update and rank"
             f" ({algorithm.groups_per_step} groups x {turns} turn(s) / {world_size} rank(s) / {algorithm.updates_per_rollout} update(s))"
         )
-    rollout_batch = config.rollout.groups_per_batch * G
-    pairs = per_update * G * window
-    micro = config.engine.micro_batch_size or rollout_batch
+    trained = trained_per_group or G
+    rollout_batch, trained_batch = config.rollout.groups_per_batch * G, config.rollout.groups_per_batch * trained
+    pairs = per_update * trained * slots
+    micro = config.engine.micro_batch_size or trained_batch
     if pairs % micro:
         raise ConfigError(
-            f"engine.micro_batch_size {micro} does not divide the {pairs} (sample, step) pairs of one update and rank"
-            f" ({per_update} groups x group_size {G} x window {window})"
+            f"engine.micro_batch_size {micro} does not divide the {pairs} pairs of one update and rank"
+            f" ({per_update} groups x {trained} trained samples x {slots} pairs of each)"
         )
     return BatchPlan(
         world_size=world_size,
@@ -84,14 +98,16 @@ def batch_plan(config: Config, world_size: int, window: int, turns: int = 1) -> 
         samples=groups * turns * G,
         rollout_batches=groups * turns // config.rollout.groups_per_batch,
         rollout_batch_size=rollout_batch,
-        window=window,
+        trained_samples=groups * turns * trained,
+        trained_batch_size=trained_batch,
+        slots=slots,
         micro_batch_size=micro,
         micro_batches=pairs // micro,
         updates=algorithm.updates_per_rollout,
         sequence_parallel=sequence_parallel,
         # Later turns are generated in other batches than the ones that they are replayed in.
         # Compiled or sequence-parallel forwards compute in other shapes than the rollout's.
-        replays_rollout_shape=micro == rollout_batch
+        replays_rollout_shape=micro == rollout_batch == trained_batch
         and turns == 1
         and not config.engine.compile_blocks
         and sequence_parallel == 1,

@@ -6,9 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowgrpo_fast.config import Config
+from flowgrpo_fast.pairs import PairTraining
 from flowgrpo_fast.plan import BatchPlan
 from flowgrpo_fast.profile import peak_memory
-from flowgrpo_fast.replay import Replay
 
 # Dense bf16 peaks in TFLOP/s, as the makers state them. A substring of the device's name decides; the longer ones come first.
 PEAK_TFLOPS = {
@@ -33,12 +33,12 @@ class Throughput:
         self.peak = config.logging.peak_tflops or _peak(device)
         self.forward_flops: int | None = None
 
-    def measure(self, replay: Replay) -> None:
+    def measure(self, training: PairTraining) -> None:
         """Counts the FLOPs of one training forward, without gradient: a forward on every rank, in the first step of a run."""
         if self.forward_flops is not None:
             return
         with FlopCounterMode(display=False) as counter:
-            replay.log_probs(replay.first_of_each_slot()[0])
+            training.velocity_once()
         self.forward_flops = counter.get_total_flops()
 
     def metrics(self, step_seconds: float, timings: dict[str, float]) -> dict[str, float]:

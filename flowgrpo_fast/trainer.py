@@ -14,6 +14,8 @@ from torch import Tensor
 
 from flowgrpo_fast import comm
 from flowgrpo_fast.agreement import AgreementGate
+from flowgrpo_fast.algorithms import Rewards
+from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.checkpoint import (
     TrainerState,
     check_resumable,
@@ -25,13 +27,15 @@ from flowgrpo_fast.checkpoint import (
 from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.data.sampler import GroupSampler, rank_slice
 from flowgrpo_fast.engine import DTYPES, Engine
+from flowgrpo_fast.forward import ForwardTraining
 from flowgrpo_fast.inputs import Inputs, sampling_params, validation_params, window_config
 from flowgrpo_fast.lifetime import Stopped, StopRequest, alive, end_watch, watch_progress
 from flowgrpo_fast.metrics import PhaseTimer, Progress
 from flowgrpo_fast.models import build_adapter
+from flowgrpo_fast.pairs import PairTraining, share_batch
 from flowgrpo_fast.profile import profiled_step, span
 from flowgrpo_fast.recorder import Recorder
-from flowgrpo_fast.replay import Replay, share_batch
+from flowgrpo_fast.replay import Replay
 from flowgrpo_fast.rewards import RewardFailure, RewardResult, check_failures, combine_components
 from flowgrpo_fast.rollout.agent_loop import GroupTask, RolloutResult, make_tasks, run_agent_loops
 from flowgrpo_fast.rollout.base import SamplingParams, ServerLostError
@@ -121,10 +125,10 @@ class Trainer:
                     step_seconds = time.perf_counter() - step_began
                     if first_ratio is None and "policy/first_ratio_max_deviation" in metrics:
                         first_ratio = metrics["policy/first_ratio_max_deviation"]
-                        progress.message(
-                            f"first update: max |ratio - 1| = {first_ratio!r};"
-                            f" rollout/trainer |log ratio| mean {metrics['rollout/log_ratio_mean']:.3g}, max {metrics['rollout/log_ratio_max']:.3g}"
-                        )
+                        agreement = ""
+                        if "rollout/log_ratio_max" in metrics:
+                            agreement = f"; rollout/trainer |log ratio| mean {metrics['rollout/log_ratio_mean']:.3g}, max {metrics['rollout/log_ratio_max']:.3g}"
+                        progress.message(f"first update: max |ratio - 1| = {first_ratio!r}{agreement}")
                     self.state = self._advanced(done, before)
                     if last or (t.validate_every and done % t.validate_every == 0):
                         try:
@@ -221,13 +225,18 @@ class Trainer:
             self._start_next_rollout(step + 1)
         with self._phase("update"):
             batch, advantages, valid = share_batch(result.batch.without_media(), advantages, valid, self.plan)
-            replay = Replay(self.config, self.plan.shared(), self.adapter, self.engine, self.inputs.algorithm, batch)
+            chosen, valid = self.inputs.algorithm.choose(advantages, batch.group_id, valid)
+            advantages, batch = advantages[chosen], batch.select(chosen)
+            training = self._training(batch)
             with self.engine.sharing_forwards():
-                self.throughput.measure(replay)
-                if self.gate.is_due(step, self.state.policy_version - batch.policy_version):
-                    metrics |= self.gate.measure(replay)
-                replay.begin(self.gate.trusts_rollout())
-                updates = [replay.update(u, advantages, valid) for u in range(self.plan.updates)]
+                self.throughput.measure(training)
+                staleness = self.state.policy_version - batch.policy_version
+                if isinstance(training, Replay) and self.gate.is_due(step, staleness):
+                    metrics |= self.gate.measure(training)
+                training.begin(self.gate.trusts_rollout())
+                updates = [training.update(u, advantages, valid) for u in range(self.plan.updates)]
+            if self.engine.old_policy is not None:
+                self.engine.old_policy.update()
         # What rollout and trainer disagree on is measured where both have the same weights: in the first update.
         first, last = updates[0], updates[-1]
         metrics |= {metric_name(name): value for name, value in last.items() if not name.startswith("rollout_")}
@@ -240,6 +249,11 @@ class Trainer:
             metrics["policy/first_ratio_max_deviation"] = first["ratio_max_deviation"]
         return metrics
 
+    def _training(self, batch: RolloutBatch) -> PairTraining:
+        algorithm = self.inputs.algorithm
+        kind = Replay if algorithm.process == "reverse" else ForwardTraining
+        return kind(self.config, self.plan.shared(), self.adapter, self.engine, algorithm, batch)
+
     def _tasks(self, step: int) -> list[GroupTask]:
         """This rank's groups of a step, with ids and windows that depend on the step alone, not on the number of ranks."""
         config, turns = self.config, self.inputs.agent_loop.turns
@@ -251,17 +265,18 @@ class Trainer:
         # The ids that make_tasks gives out.
         group_id = (first * turns + torch.arange(len(records) * turns)).repeat_interleave(G)
         sample_id = first * turns * G + torch.arange(len(group_id))
-        r = config.rollout
-        start = draw_window_starts(
-            window_config(config),
-            self.sigmas,
-            r.rule,
-            r.noise_level,
-            seed=config.seed,
-            iteration=step,
-            sample_id=sample_id,
-            group_id=group_id,
-        )
+        r, start = config.rollout, torch.zeros_like(sample_id)
+        if self.inputs.algorithm.process == "reverse":
+            start = draw_window_starts(
+                window_config(config),
+                self.sigmas,
+                r.rule,
+                r.noise_level,
+                seed=config.seed,
+                iteration=step,
+                sample_id=sample_id,
+                group_id=group_id,
+            )
         return make_tasks(records, first, G, turns, start)
 
     def _training_rollout(self, step: int) -> RolloutResult:
@@ -279,16 +294,21 @@ class Trainer:
                 return result
             # A lost server: the step is sampled now, with the weights of now.
             comm.agree(None if isinstance(error, ServerLostError) else error, self.device)
-        sampling = sampling_params(self.config, self.plan.window)
-        return self._rollout(
-            self._tasks(step), sampling, self.config.rollout.groups_per_batch, self.state.policy_version
-        )
+        with self.engine.old_weights():
+            return self._rollout(
+                self._tasks(step), self._sampling(), self.config.rollout.groups_per_batch, self.state.policy_version
+            )
+
+    def _sampling(self) -> SamplingParams:
+        algorithm = self.inputs.algorithm
+        if algorithm.process == "forward":
+            return sampling_params(self.config, 0)
+        return sampling_params(self.config, self.plan.slots, algorithm.needs_old_v)
 
     def _start_next_rollout(self, step: int) -> None:
         """In the background, with the weights as they are before this step's update: one step off-policy, and the batch says so."""
-        with self.rollout.phase(self.state.policy_version):
-            sampling = sampling_params(self.config, self.plan.window)
-            arguments = (self._tasks(step), sampling, self.config.rollout.groups_per_batch)
+        with self.engine.old_weights(), self.rollout.phase(self.state.policy_version):
+            arguments = (self._tasks(step), self._sampling(), self.config.rollout.groups_per_batch)
             self._next_rollout = self._background.submit(self._sample, *arguments, self.state.policy_version)
 
     def _rollout(
@@ -331,6 +351,7 @@ class Trainer:
             groups_per_batch=groups_per_batch,
             max_sequence_length=self.config.rollout.max_sequence_length,
             negative_prompt=self.config.data.negative_prompt,
+            sigmas=self.config.rollout.sigmas,
         )
 
     def _advantages(self, result: RolloutResult) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
@@ -341,7 +362,8 @@ class Trainer:
         check_failures(valid, errors, self.config.rewarding.max_failure_share)
         rewards = combine_components(components, self.inputs.rewards.weights, valid, self.config.rewarding.normalize)
         group = comm.gather_rows(result.batch.group_id.cpu())
-        advantages = self.inputs.algorithm.advantages(rewards, group, valid)
+        table = Rewards(components, self.inputs.rewards.weights, rewards, group, valid)
+        advantages = self.inputs.advantage(table, self.config.algorithm)
         mine = slice(comm.rank() * result.batch.size, (comm.rank() + 1) * result.batch.size)
         metrics = reward_metrics(rewards, group, valid) | self._component_means(result.reward)
         kept = advantages[valid] if valid.any() else torch.zeros(1)
@@ -376,9 +398,9 @@ class Trainer:
             n, world = len(records), comm.world_size()
             lo, hi = comm.rank() * n // world, (comm.rank() + 1) * n // world
             tasks = make_tasks(records[lo:hi], lo, 1, self.inputs.agent_loop.turns)
-            # The average is another policy than the weights of this step: its version is one that no step has.
-            averaged = self.engine.ema is not None and self.config.ema.sample
-            version = -1 - self.state.policy_version if averaged else self.state.policy_version
+            # Another policy than the one that samples the steps: its version is one that no step has.
+            is_other = (self.engine.ema is not None and self.config.ema.sample) or self.engine.old_policy is not None
+            version = -1 - self.state.policy_version if is_other else self.state.policy_version
             with self.engine.sampling_weights():
                 result = self._rollout(
                     tasks, validation_params(self.config), self.config.validation.batch_size, version

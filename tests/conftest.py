@@ -69,10 +69,19 @@ def process_group() -> Iterator[None]:
     from flowgrpo_fast.train import settle_environment
     from tests.tiny import tiny_config
 
-    settle_environment(tiny_config(Path("unused")), None)
+    settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
     deepspeed.init_distributed(verbose=False)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def threads_stay_as_they_were() -> Iterator[None]:
+    """Two workers with both cores each take up to ten times as long (OpenMP's barriers): what a run sets must not outlive its test."""
+    before, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    yield
+    torch.set_num_threads(before)
+    os.environ.pop("OMP_NUM_THREADS", None) if variable is None else os.environ.update(OMP_NUM_THREADS=variable)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from diffusers import (
     StableDiffusion3Pipeline,
     WanPipeline,
     WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from tokenizers import pre_tokenizers
 from transformers import (
@@ -26,6 +28,8 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -33,6 +37,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from flowgrpo_fast.models.glyphs import build_tokenizer
 from tests.tiny import tiny_pipeline
 
 WIDTH = 32  # of every text encoder
@@ -117,10 +122,36 @@ def wan(expand_timesteps: bool = False) -> WanPipeline:
     )  # fmt: skip
 
 
+def z_image() -> ZImagePipeline:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    encoder = Qwen3Model(
+        Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            max_position_embeddings=256,
+        )
+    )  # fmt: skip
+    transformer = ZImageTransformer2DModel(
+        in_channels=16,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=WIDTH,
+        axes_dims=[4, 6, 6],
+        axes_lens=[256, 64, 64],
+    )
+    return ZImagePipeline(
+        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=image_vae(0.1159, 0.3611), text_encoder=encoder, tokenizer=tokenizer
+    )  # fmt: skip
+
+
 BUILDERS: dict[str, Callable[[], Any]] = {
     "sd3": sd3,
     "flux": flux,
     "wan": wan,
+    "z_image": z_image,
     "wan-2.2-ti2v": functools.partial(wan, expand_timesteps=True),
 }
 

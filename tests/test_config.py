@@ -107,7 +107,7 @@ def test_batch_plan_of_the_recipe() -> None:
         (
             ["engine.micro_batch_size=100"],
             1,
-            r"micro_batch_size 100 does not divide the 384 .* \(8 groups x group_size 16 x window 3\)",
+            r"micro_batch_size 100 does not divide the 384 .* \(8 groups x 16 trained samples x 3 pairs of each\)",
         ),
     ],
 )
@@ -121,4 +121,4 @@ def test_impossible_batch_arithmetic_is_one_sentence_with_the_numbers(
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_a_valid_config(recipe: Path) -> None:
     config = load_config(recipe, ["model.path=builtin:glyphs", "data.train=builtin:glyphs"])
-    batch_plan(config, world_size=1, window=1)
+    batch_plan(config, world_size=1, slots=1)

@@ -49,6 +49,7 @@ FAMILIES = [
     Family("sd3", 4.5, kind="double_shift"),
     Family("sd3", 1.0, kind="double_shift"),
     Family("flux", 3.5),
+    Family("z_image", 3.0),
     Family("wan", 4.0, MediaSize(32, 48, 5), kind="double_shift"),
     Family("wan-2.2-ti2v", 4.0, MediaSize(32, 32, 5), kind="double_shift"),
 ]
@@ -73,6 +74,8 @@ def theirs(case: Family, noise: torch.Tensor, output_type: str) -> Any:
         options = {"true_cfg_scale": case.guidance, "negative_prompt": NEGATIVE}
     if case.family == "flux":
         options = {"guidance_scale": case.guidance}
+    if case.family == "z_image":
+        options["guidance_scale"] = case.guidance - 1  # v_pos + g (v_pos - v_neg)
     if case.size.frames > 1:
         options["num_frames"] = case.size.frames
     result = pipe(
@@ -149,7 +152,7 @@ def test_replay_has_ratio_one_to_the_last_bit(case: Family, train: str, tmp_path
         assert all(torch.equal(t, trained[name]) for name, t in loaded.items())
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "wan"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "wan", "z_image"])
 def test_sizes_and_prompts_that_do_not_fit(name: str) -> None:
     adapter: PipelineAdapter = build_adapter(name, str(pipeline_folder(name)), CPU, torch.float32)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=f"60 x 64: both must divide by 16 for {name}"):

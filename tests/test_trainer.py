@@ -33,7 +33,7 @@ CLOCK = ("time", "timing/", "throughput/", "memory/")
 @pytest.fixture(scope="module", autouse=True)
 def in_one_rank(process_group: None) -> None:
     torch.use_deterministic_algorithms(False)
-    settle_environment(tiny_config(Path("unused")), None)
+    settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
 
 
 def train(config: Config) -> Trainer:

@@ -128,6 +128,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared noise": ({"starts": (1, 1, 1, 1)}, {"initial_noise": "group"}),
     "guided, other lengths": ({"negative": "bad"}, {"guidance_scale": 4.0}),
     "ode": ({}, {"window_size": 0}),
+    "second order, old velocities": ({}, {"ode_order": 2, "keep_old_v": True, "window_size": 1}),
+    "dance": ({}, {"rule": "dance", "noise_level": 0.3}),
     "cps": ({}, {"rule": "cps", "log_prob_form": "flow_grpo"}),
 }
 

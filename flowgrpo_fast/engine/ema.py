@@ -1,11 +1,11 @@
-"""Exponential moving average of the trained weights: fp32, sharded as the optimizer's master weights are, updated once per optimizer step.
+"""Moving averages of the trained weights: fp32, sharded as the optimizer's master weights are.
 
-flow_grpo's warm-up: decay_n = min(decay, (1 + n) / (10 + n)) at update n.
+For validation and exports: updated once per optimizer step. The old policy of DiffusionNFT: once per training step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowgrpo_fast import comm
-from flowgrpo_fast.config import ConfigError
+from flowgrpo_fast.config import ConfigError, EmaConfig
+
+# At update n. DiffusionNFT's own (NVlabs; verl-omni has the names).
+OLD_POLICY_DECAY: dict[str, Callable[[int], float]] = {
+    "linear_to_0_5": lambda n: min(0.5, 0.001 * n),
+    "delayed_linear_to_0_999": lambda n: min(0.999, 0.0075 * max(0, n - 75)),
+}
+
+
+def average_decay(config: EmaConfig) -> Callable[[int], float]:
+    """With flow_grpo's warm-up: min(decay, (1 + n) / (10 + n)) at update n."""
+    decay = config.decay
+    assert decay is not None
+    return lambda n: min(decay, (1 + n) / (10 + n)) if config.warmup else decay
 
 
 class Masters:
@@ -81,14 +94,14 @@ class Masters:
 class Ema:
     """`swapped()` puts the average into the network for a while; swapping back is bitwise."""
 
-    def __init__(self, masters: Masters, decay: float, warmup: bool) -> None:
-        self.masters, self.decay, self.warmup, self.updates = masters, decay, warmup, 0
+    def __init__(self, masters: Masters, decay: Callable[[int], float]) -> None:
+        """decay: of update n, counted from 0."""
+        self.masters, self.decay, self.updates = masters, decay, 0
         self.shadow = [shard.clone() for shard in masters.shards()]
 
     @torch.no_grad()
     def update(self) -> None:
-        n = self.updates
-        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+        decay = self.decay(self.updates)
         for average, shard in zip(self.shadow, self.masters.shards(), strict=True):
             average.lerp_(shard, 1 - decay)
         self.updates += 1

@@ -21,8 +21,9 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import Tensor, nn
 
 from flowgrpo_fast import comm
+from flowgrpo_fast.algorithms import uses_reference
 from flowgrpo_fast.config import Config
-from flowgrpo_fast.engine.ema import Ema, Masters
+from flowgrpo_fast.engine.ema import OLD_POLICY_DECAY, Ema, Masters, average_decay
 from flowgrpo_fast.engine.loading import add_lora, load_partitioned, saved_buffers
 from flowgrpo_fast.engine.sequence_parallel import SequenceParallel
 from flowgrpo_fast.engine.settings import clips_by_itself, coalesces, deepspeed_config, learning_rate, stage
@@ -52,7 +53,7 @@ class Engine:
             add_lora(transformer, config, adapter)
         else:
             transformer.requires_grad_(True)
-            if config.algorithm.kl_coef > 0:
+            if uses_reference(config.algorithm):
                 self.reference = self._frozen_copy(adapter, plan)
         if config.engine.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -77,7 +78,10 @@ class Engine:
             self.sequence_parallel = SequenceParallel(self.module, plan.sequence_parallel, self.engine.device)
         self.ema: Ema | None = None
         if config.ema.decay is not None:
-            self.ema = Ema(Masters(self.engine, self.stage), config.ema.decay, config.ema.warmup)
+            self.ema = Ema(Masters(self.engine, self.stage), average_decay(config.ema))
+        self.old_policy: Ema | None = None
+        if config.algorithm.old_policy != "copy":
+            self.old_policy = Ema(Masters(self.engine, self.stage), OLD_POLICY_DECAY[config.algorithm.old_policy])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with span("forward"):
@@ -182,9 +186,9 @@ class Engine:
                 client_state={"updates": self.updates, "rng": torch.get_rng_state()},
                 exclude_frozen_parameters=True,
             )
-            if self.ema is not None:
+            for name, average in self.averages().items():
                 try:
-                    self.ema.save(folder / "ema")
+                    average.save(folder / name)
                 except Exception as error:
                     failures.append(error)
         finally:
@@ -203,8 +207,12 @@ class Engine:
         # Ours draws from keyed generators only; a user's reward may not. After a change of ranks there is no state of this rank.
         if universal is None:
             torch.set_rng_state(client_state["rng"])
-        if self.ema is not None:
-            self.ema.load(folder / "ema")
+        for name, average in self.averages().items():
+            average.load(folder / name)
+
+    def averages(self) -> dict[str, Ema]:
+        """By the folder that they have in a checkpoint."""
+        return {name: e for name, e in (("ema", self.ema), ("old_policy", self.old_policy)) if e is not None}
 
     @cached_property
     def base_fingerprint(self) -> int:
@@ -276,6 +284,10 @@ class Engine:
             return
         with self.ema.swapped():
             yield
+
+    def old_weights(self) -> AbstractContextManager[None]:
+        """Inside, the network is the old policy, which samples and is compared with (algorithm.old_policy). A collective."""
+        return nullcontext() if self.old_policy is None else self.old_policy.swapped()
 
     def _saved(self) -> dict[str, Tensor]:
         """Each parameter, and each buffer that belongs to a checkpoint."""

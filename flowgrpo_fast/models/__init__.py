@@ -17,6 +17,7 @@ FAMILIES = {
     "qwen_image": "flowgrpo_fast.models.qwen_image:QwenImageAdapter",
     "sd3": "flowgrpo_fast.models.sd3:SD3Adapter",
     "wan": "flowgrpo_fast.models.wan:WanAdapter",
+    "z_image": "flowgrpo_fast.models.z_image:ZImageAdapter",
 }
 ENTRY_POINTS = "flowgrpo_fast.models"
 BUILTIN = {"glyphs": "glyphs"}

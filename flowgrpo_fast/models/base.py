@@ -80,6 +80,7 @@ class ModelAdapter(Protocol):
     """diffusers' pipeline: exports are in its formats."""
     guidance: ClassVar[Guidance]
     path: Path
+    device: torch.device
     dtype: torch.dtype
     lora_target_modules: ClassVar[list[str]]
 
@@ -142,6 +143,10 @@ class ModelAdapter(Protocol):
         size: MediaSize,
     ) -> Tensor:
         """v of x [B, ...] at sigma fp32 [B]; with `negative`, both CFG branches in one forward."""
+        ...
+
+    def encode_images(self, images: Tensor, size: MediaSize) -> Tensor:
+        """uint8 [B, 3, H, W] of this size -> latents fp32 [B, ...]: what `decode` takes. The mode of the VAE's distribution."""
         ...
 
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:

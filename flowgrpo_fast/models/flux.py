@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
 from flowgrpo_fast.models.clip_t5 import CLIP_TOKENS, all_tokens, clip_ids, t5_ids
-from flowgrpo_fast.models.pipeline import PipelineAdapter, to_uint8
+from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, to_uint8
 
 PATCH = 2
 
@@ -81,6 +81,13 @@ class FluxAdapter(PipelineAdapter):
                 len(x), size.height // unit, size.width // unit, device, self.dtype
             ),
         }
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, size: MediaSize) -> Tensor:
+        pixels = from_uint8(images.to(self.device)).to(self.vae.dtype)
+        z = self.vae.encode(pixels).latent_dist.mode().float()
+        z = (z - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+        return FluxPipeline._pack_latents(z, *z.shape)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:

@@ -114,11 +114,16 @@ class PipelineAdapter(ABC):
         prompt = positive
         if negative is not None:
             x, sigma, prompt = torch.cat([x, x]), torch.cat([sigma, sigma]), join_branches(positive, negative)
-        v: Tensor = transformer(**self.network_inputs(x, sigma, prompt, guidance_scale, size), return_dict=False)[0]
+        v = self.predict(transformer, self.network_inputs(x, sigma, prompt, guidance_scale, size))
         if negative is None:
             return v
         v_pos, v_neg = v.chunk(2)
         return cfg_combine(v_pos, v_neg, guidance_scale, rescale=self.rescales)
+
+    def predict(self, transformer: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The network's velocity of all rows."""
+        v: Tensor = transformer(**inputs, return_dict=False)[0]
+        return v
 
     @abstractmethod
     def network_inputs(
@@ -139,6 +144,9 @@ class PipelineAdapter(ABC):
     def encode(self, tokens: PromptTokens) -> PromptEmbeds: ...
 
     @abstractmethod
+    def encode_images(self, images: Tensor, size: MediaSize) -> Tensor: ...
+
+    @abstractmethod
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor: ...
 
 
@@ -146,6 +154,17 @@ def too_long(prompt: str, tokens: int, max_length: int) -> ValueError:
     return ValueError(
         f"prompt of {tokens} tokens is over rollout.max_sequence_length {max_length}: {prompt[:80]!r}; shorten it or raise the limit"
     )
+
+
+def latent_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the channels of a Qwen-Image or Wan VAE, [1, C, 1, 1, 1]."""
+    mean, std = (torch.tensor(v, device=device) for v in (vae.config.latents_mean, vae.config.latents_std))
+    return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
+
+
+def from_uint8(images: Tensor) -> Tensor:
+    """uint8 -> fp32 in [-1, 1]."""
+    return images.float() / 127.5 - 1
 
 
 def to_uint8(pixels: Tensor) -> Tensor:

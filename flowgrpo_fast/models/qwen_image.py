@@ -15,7 +15,7 @@ from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import ConfigError
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
 from flowgrpo_fast.models.image_vae import decode_single_frames
-from flowgrpo_fast.models.pipeline import PipelineAdapter, to_uint8, too_long
+from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, latent_statistics, to_uint8, too_long
 
 # Qwen-Image's own template; the first 34 tokens (everything before the prompt) are dropped after encoding.
 TEMPLATE = (
@@ -100,8 +100,15 @@ class QwenImageAdapter(PipelineAdapter):
         }
 
     @torch.no_grad()
+    def encode_images(self, images: Tensor, size: MediaSize) -> Tensor:
+        pixels = from_uint8(images.to(self.device))[:, :, None].to(self.vae.dtype)
+        z = self.vae.encode(pixels).latent_dist.mode().float()
+        mean, std = latent_statistics(self.vae, z.device)
+        z = ((z - mean) / std)[:, :, 0]
+        return QwenImagePipeline._pack_latents(z, *z.shape)
+
+    @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:
         z = QwenImagePipeline._unpack_latents(latents, size.height, size.width, self.vae_scale)
-        mean = torch.tensor(self.vae.config.latents_mean, device=z.device).view(1, -1, 1, 1, 1)
-        std = torch.tensor(self.vae.config.latents_std, device=z.device).view(1, -1, 1, 1, 1)
+        mean, std = latent_statistics(self.vae, z.device)
         return to_uint8(self.vae.decode((z * std + mean).to(self.vae.dtype), return_dict=False)[0][:, :, 0])

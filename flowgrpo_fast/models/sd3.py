@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, CLIPTextModelWithProjection, T5EncoderMo
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
 from flowgrpo_fast.models.clip_t5 import CLIP_TOKENS, all_tokens, clip_ids, t5_ids
-from flowgrpo_fast.models.pipeline import PipelineAdapter, to_uint8
+from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, to_uint8
 
 
 class SD3Adapter(PipelineAdapter):
@@ -85,6 +85,12 @@ class SD3Adapter(PipelineAdapter):
             "encoder_hidden_states": prompt.embeds.to(self.dtype),
             "pooled_projections": prompt.pooled.to(self.dtype),
         }
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, size: MediaSize) -> Tensor:
+        pixels = from_uint8(images.to(self.device)).to(self.vae.dtype)
+        z = self.vae.encode(pixels).latent_dist.mode().float()
+        return (z - self.vae.config.shift_factor) * self.vae.config.scaling_factor
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:

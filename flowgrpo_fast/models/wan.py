@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import ConfigError, SigmasConfig
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
-from flowgrpo_fast.models.pipeline import PipelineAdapter, to_uint8, too_long
+from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, latent_statistics, to_uint8, too_long
 from flowgrpo_fast.schedule import make_sigmas
 
 
@@ -109,8 +109,14 @@ class WanAdapter(PipelineAdapter):
         }
 
     @torch.no_grad()
+    def encode_images(self, images: Tensor, size: MediaSize) -> Tensor:
+        """Each as a video of one frame."""
+        pixels = from_uint8(images.to(self.device))[:, :, None].to(self.vae.dtype)
+        mean, std = latent_statistics(self.vae, self.device)
+        return (self.vae.encode(pixels).latent_dist.mode().float() - mean) / std
+
+    @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:
-        mean = torch.tensor(self.vae.config.latents_mean, device=latents.device).view(1, -1, 1, 1, 1)
-        std = torch.tensor(self.vae.config.latents_std, device=latents.device).view(1, -1, 1, 1, 1)
+        mean, std = latent_statistics(self.vae, latents.device)
         video = self.vae.decode((latents * std + mean).to(self.vae.dtype), return_dict=False)[0]
         return to_uint8(video.transpose(1, 2))

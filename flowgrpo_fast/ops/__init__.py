@@ -13,6 +13,8 @@ Coefficients come from `flowgrpo_fast.schedule.sde_coefficients`. `use_backend` 
 """
 
 from flowgrpo_fast.ops._philox import (
+    STREAM_FORWARD_NOISE,
+    STREAM_FORWARD_SIGMA,
     STREAM_INITIAL,
     STREAM_SDE,
     STREAM_WINDOW,
@@ -30,6 +32,8 @@ from flowgrpo_fast.ops.sde_log_prob import SdeLogProb, sde_log_prob
 from flowgrpo_fast.ops.sde_step import sde_step
 
 __all__ = [
+    "STREAM_FORWARD_NOISE",
+    "STREAM_FORWARD_SIGMA",
     "STREAM_INITIAL",
     "STREAM_SDE",
     "STREAM_WINDOW",

@@ -29,6 +29,8 @@ from flowgrpo_fast.ops._checks import require, values_are_readable
 STREAM_SDE = 0
 STREAM_INITIAL = 1
 STREAM_WINDOW = 2
+STREAM_FORWARD_NOISE = 3
+STREAM_FORWARD_SIGMA = 4
 
 _LIMIT_16 = 1 << 16
 _MASK_32 = 0xFFFFFFFF

@@ -19,9 +19,16 @@ from torch import Tensor
 
 # Where the built-in rewards register themselves; imported on first use, so that nobody pays for libraries of others.
 BUILTIN = {
+    "aesthetic": "flowgrpo_fast.rewards.clip",
+    "clip_score": "flowgrpo_fast.rewards.clip",
+    "hpsv2": "flowgrpo_fast.rewards.clip",
+    "frames": "flowgrpo_fast.rewards.frames",
+    "http": "flowgrpo_fast.rewards.http",
     "jpeg_compressibility": "flowgrpo_fast.rewards.jpeg",
     "jpeg_incompressibility": "flowgrpo_fast.rewards.jpeg",
     "ocr": "flowgrpo_fast.rewards.ocr",
+    "pickscore": "flowgrpo_fast.rewards.clip",
+    "vlm_judge": "flowgrpo_fast.rewards.judge",
 }
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.batch import RolloutBatch
-from flowgrpo_fast.config import ConfigError
+from flowgrpo_fast.config import ConfigError, SigmasConfig
 from flowgrpo_fast.data.prompts import PromptRecord
 from flowgrpo_fast.models.base import ModelAdapter, PromptTokens
 from flowgrpo_fast.registry import load_named
@@ -125,6 +125,7 @@ class AgentContext:
     rewards: RewardManager
     max_sequence_length: int
     negative_prompt: str | None
+    sigmas: SigmasConfig
 
     def tokenize(self, prompt: str) -> PromptTokens:
         return self.adapter.tokenize([prompt], self.max_sequence_length)
@@ -184,7 +185,10 @@ class MultiTurnAgentLoop(AgentLoop):
         return history
 
 
-AGENT_LOOPS = {"single_turn": "flowgrpo_fast.rollout.agent_loop:SingleTurnAgentLoop"}
+AGENT_LOOPS = {
+    "preferences": "flowgrpo_fast.rollout.preferences:PreferenceLoop",
+    "single_turn": "flowgrpo_fast.rollout.agent_loop:SingleTurnAgentLoop",
+}
 
 
 def agent_loop_class(name: str) -> type[AgentLoop]:
@@ -218,6 +222,7 @@ def run_agent_loops(
     groups_per_batch: int,
     max_sequence_length: int,
     negative_prompt: str | None,
+    sigmas: SigmasConfig | None = None,
 ) -> RolloutResult:
     """Runs every group concurrently and joins the results. The first error cancels the rest and is raised."""
 
@@ -225,7 +230,7 @@ def run_agent_loops(
 
     async def main() -> tuple[list[list[Turn]], float]:
         queue = GenerationQueue(rollout, sampling, policy_version, groups_per_batch, len(tasks), loop_class.turns)
-        context = AgentContext(adapter, queue, rewards, max_sequence_length, negative_prompt)
+        context = AgentContext(adapter, queue, rewards, max_sequence_length, negative_prompt, sigmas or SigmasConfig())
 
         async def one(task: GroupTask) -> list[Turn]:
             try:

@@ -29,6 +29,9 @@ class SamplingParams:
     window_size: int
     initial_noise: str
     seed: int
+    ode_order: Literal[1, 2] = 1
+    keep_old_v: bool = False
+    """The batch holds the velocity of each trained step."""
 
     @property
     def media_size(self) -> MediaSize:

@@ -19,11 +19,13 @@ Velocity = Callable[[Tensor, Tensor, list[int]], Tensor]
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The trained window and the end: latents [B, W+1, ...] fp32, log_probs [B, W] fp32, final [B, ...] fp32."""
+    """The trained window and the end: latents [B, W+1, ...] fp32, log_probs [B, W] fp32, final [B, ...] fp32; old_v [B, W, ...] in the
+    velocity's dtype, if it is kept."""
 
     latents: Tensor
     log_probs: Tensor
     final: Tensor
+    old_v: Tensor | None = None
 
 
 @torch.no_grad()
@@ -56,7 +58,8 @@ def denoise(
     B, W, device = x.shape[0], sampling.window_size, x.device
     latents = torch.empty(B, W + 1, *x.shape[1:], device=device, dtype=torch.float32)
     log_probs = torch.empty(B, W, device=device, dtype=torch.float32)
-    step, x = start.clone(), x.clone()
+    old_v: Tensor | None = None
+    step, x, past = start.clone(), x.clone(), History(x)
     finite: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, their steps, flags on the device
     while len(rows := (step < stop).nonzero()[:, 0]):
         if poll is not None:
@@ -70,6 +73,8 @@ def denoise(
         coef = sde_coefficients(sigmas, at, rule=sampling.rule, noise_level=level).to(device)
         v = velocity(here, sigmas[at].to(device), [int(row) for row in rows])
         finite.append((rows, at, v.isfinite().flatten(1).all(1)))
+        if sampling.ode_order == 2:
+            v = past.extrapolated(v, rows, sigmas[at + 1] - sigmas[at], follows=slot >= W)
         if trained.any():
             following, log_prob = sde_step(
                 here,
@@ -82,6 +87,10 @@ def denoise(
             kept = trained.nonzero()[:, 0]
             row, w, kept = rows[kept].to(device), slot[kept].to(device), kept.to(device)
             latents[row, w], latents[row, w + 1], log_probs[row, w] = here[kept], following[kept], log_prob[kept]
+            if sampling.keep_old_v:
+                if old_v is None:
+                    old_v = torch.empty(B, W, *x.shape[1:], device=device, dtype=v.dtype)
+                old_v[row, w] = v[kept]
         else:
             following, _ = sde_step(here, v, coef, noise=torch.zeros((), device=device).expand_as(here))
         if full:
@@ -92,7 +101,27 @@ def denoise(
     _require_finite(finite, sample_id)
     if W == 0:
         latents[:, 0] = x
-    return Trajectory(latents, log_probs, x)
+    return Trajectory(latents, log_probs, x, old_v)
+
+
+class History:
+    """Of the ODE steps after the window: each sample's last velocity, for second-order steps (Adams-Bashforth) at the price of first-order ones."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.v = torch.zeros_like(x)
+        self.dt = torch.zeros(len(x))  # 0: no such step yet
+
+    def extrapolated(self, v: Tensor, rows: Tensor, dt: Tensor, follows: Tensor) -> Tensor:
+        """v + dt / (2 dt_last) (v - v_last) where the step and the one before follow the window, else v. rows, dt, follows [N] on the CPU."""
+        last = self.dt[rows]
+        factor = torch.where(follows & (last != 0), 0.5 * dt / last, 0.0)
+        self.dt[rows] = torch.where(follows, dt, 0.0)
+        where = rows.to(v.device)
+        before, self.v[where] = self.v[where], v.to(self.v.dtype)
+        if not factor.any():
+            return v
+        factor = factor.to(v.device).view(-1, *[1] * (v.dim() - 1))
+        return torch.where(factor == 0, v, v + factor * (v - before))
 
 
 def _require_finite(finite: list[tuple[Tensor, Tensor, Tensor]], sample_id: Tensor) -> None:

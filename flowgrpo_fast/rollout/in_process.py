@@ -138,6 +138,7 @@ class InProcessRollout:
             **size._asdict(),
             images=media if media.dim() == 4 else None,
             videos=media if media.dim() == 5 else None,
+            old_v=trajectory.old_v,
             pooled_prompt_embeds=positive.pooled,
             negative_prompt_embeds=None if negative is None else negative.embeds.contiguous(),
             negative_prompt_embeds_mask=None if negative is None else negative.mask(),

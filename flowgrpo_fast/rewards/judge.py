@@ -1,0 +1,85 @@
+"""A vision-language model as judge, behind any OpenAI-compatible server (`vllm serve MODEL`): it sees the image, is asked a question, and its answer holds a number."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_fast.rewards.base import register_reward
+from flowgrpo_fast.rewards.frames import spread_frames
+from flowgrpo_fast.rewards.http import png, post
+
+QUESTION = (
+    "How well does this image show the following? {prompt}\n"
+    "Answer with one number from 0 (not at all) to 10 (perfectly), and nothing else."
+)
+
+
+@register_reward("vlm_judge")
+class VlmJudge:
+    """reward = (number - low) / (high - low), clamped to [0, 1]; NaN, a sample without a score, where the answer holds no number.
+
+    question: `{prompt}` and the fields of the sample's metadata are filled in. pattern: a regular expression whose first group is the number; the
+    last match counts, so a judge may think aloud first. Videos: `frames` of them, evenly spaced, in one message. The key is read from $`api_key_env`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        question: str = QUESTION,
+        pattern: str = r"(-?\d+(?:\.\d+)?)",
+        low: float = 0.0,
+        high: float = 10.0,
+        frames: int = 4,
+        concurrency: int = 8,
+        timeout_s: float = 120.0,
+        max_tokens: int = 256,
+        api_key_env: str = "OPENAI_API_KEY",
+    ):
+        if high <= low:
+            raise ValueError(f"high must be more than low, got {low} to {high}")
+        if re.compile(pattern).groups != 1:
+            raise ValueError(f"pattern must have one group, the number, got {pattern!r}")
+        if min(frames, concurrency, max_tokens) < 1 or timeout_s <= 0:
+            raise ValueError("frames, concurrency and max_tokens must be at least 1, timeout_s positive")
+        self.url = url.rstrip("/") + "/chat/completions"
+        self.model, self.question, self.pattern, self.low, self.high = model, question, re.compile(pattern), low, high
+        self.frames, self.concurrency, self.timeout_s, self.max_tokens = frames, concurrency, timeout_s, max_tokens
+        self.headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(api_key_env):
+            self.headers["Authorization"] = f"Bearer {key}"
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        with ThreadPoolExecutor(min(self.concurrency, max(1, len(images)))) as pool:
+            scores = pool.map(self._score, images, prompts, metadata)
+            return torch.tensor(list(scores), dtype=torch.float32)
+
+    def _score(self, image: Tensor, prompt: str, metadata: dict[str, Any]) -> float:
+        shown, _ = spread_frames(image[None], self.frames)
+        urls = [f"data:image/png;base64,{base64.b64encode(png(frame)).decode()}" for frame in shown]
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        content.append({"type": "text", "text": self.question.format(**{**metadata, "prompt": prompt})})
+        request = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+        }
+        answer = post(self.url, json.dumps(request).encode(), self.headers, self.timeout_s)
+        try:
+            text = json.loads(answer)["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.url} answered no chat completion: {answer[:200]!r}") from error
+        found = self.pattern.findall(text)
+        if not found:
+            return math.nan
+        return min(1.0, max(0.0, (float(found[-1]) - self.low) / (self.high - self.low)))

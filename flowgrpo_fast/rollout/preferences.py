@@ -1,0 +1,68 @@
+"""Offline preferences: instead of sampling, an agent loop that encodes two given images of a prompt, the better one first.
+
+    rollout.agent_loop: preferences,  algorithm: {name: dpo, group_size: 2}
+
+Prompt files have `chosen` and `rejected`, paths of images (python -m flowgrpo_fast.data.prepare pairs); they are scaled and cropped to rollout.height x
+width. The configured rewards score validation samples only. A prompt without a pair is sampled as usual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from flowgrpo_fast.batch import MediaSize, RolloutBatch
+from flowgrpo_fast.rewards import RewardResult
+from flowgrpo_fast.rollout.agent_loop import GroupTask, SingleTurnAgentLoop, Turn
+
+KEYS = ("chosen", "rejected")
+
+
+class PreferenceLoop(SingleTurnAgentLoop):
+    async def run(self, task: GroupTask) -> list[Turn]:
+        """Raises ValueError for a group that is not of two, and for a file that is no image."""
+        if not all(key in task.record.metadata for key in KEYS):
+            return await super().run(task)
+        if task.sample_id.shape[1] != 2:
+            raise ValueError(f"algorithm.group_size = {task.sample_id.shape[1]}: a preference has two samples, set 2")
+        c = self.context
+        size = c.queue.sampling.media_size
+        files = [str(task.record.metadata[key]) for key in KEYS]
+        images = torch.stack(await asyncio.gather(*(asyncio.to_thread(load_image, file, size) for file in files)))
+        text = c.adapter.encode(c.tokenize(task.record.prompt))
+        two = torch.zeros(2, dtype=torch.int64)
+        batch = RolloutBatch(
+            latents=c.adapter.encode_images(images, size)[:, None].contiguous(),
+            log_probs=torch.empty(2, 0),
+            step_index=torch.empty(2, 0, dtype=torch.int64),
+            sigmas=c.adapter.sigmas(c.queue.sampling.num_steps, size, c.sigmas),
+            prompt_index=two,
+            group_id=two + int(task.group_id[0]),
+            sample_id=task.sample_id[0],
+            seed=two + c.queue.sampling.seed,
+            prompt_embeds=text.embeds.contiguous(),
+            prompt_embeds_mask=text.mask(),
+            pooled_prompt_embeds=text.pooled,
+            policy_version=c.queue.policy_version,
+            images=images,
+            **size._asdict(),
+        )
+        preferred = torch.tensor([1.0, 0.0])[:, None].expand(2, len(c.rewards.labels))
+        return [
+            Turn(task.record.prompt, batch.to(c.adapter.device).validate(), RewardResult(preferred, two == 0, {}, []))
+        ]
+
+
+def load_image(file: str, size: MediaSize) -> Tensor:
+    """uint8 [3, H, W]: scaled to cover the size, centre-cropped."""
+    try:
+        with Image.open(Path(file).expanduser()) as opened:
+            picture = ImageOps.fit(opened.convert("RGB"), (size.width, size.height), Image.Resampling.LANCZOS)
+    except OSError as error:
+        raise ValueError(f"{file} is not an image that can be read: {error}") from error
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
