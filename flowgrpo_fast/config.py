@@ -138,6 +138,9 @@ class RolloutConfig(Section):
     """Pixels."""
     width: int = Field(512, ge=16)
     """Pixels."""
+    size_buckets: list[list[int]] = []
+    """Sizes [height, width] of training samples: each step takes one of them, drawn by seed and step, for all its samples. Empty: height x width
+    alone. Validation has height x width in any case."""
     frames: int = Field(1, ge=1)
     """Of a video; 1 for images."""
     num_steps: int = Field(10, ge=1)

@@ -16,7 +16,7 @@ from flowgrpo_fast.plan import BatchPlan, batch_plan
 from flowgrpo_fast.rewards import RewardManager, RewardSpec
 from flowgrpo_fast.rollout.agent_loop import agent_loop_class
 from flowgrpo_fast.rollout.base import SamplingParams
-from flowgrpo_fast.schedule import WindowConfig, window_size
+from flowgrpo_fast.schedule import WindowConfig, draw_bucket, window_size
 
 
 def window_config(config: Config) -> WindowConfig:
@@ -25,13 +25,22 @@ def window_config(config: Config) -> WindowConfig:
     return WindowConfig(w.size, window_range, w.scope, w.strategy, shift_every=w.shift_every, shift_by=w.shift_by)
 
 
-def sampling_params(config: Config, window: int, keep_old_v: bool = False) -> SamplingParams:
-    """How training samples are drawn."""
+def step_size(config: Config, step: int) -> MediaSize:
+    """Of the samples of a training step."""
+    r = config.rollout
+    if not r.size_buckets:
+        return MediaSize(r.height, r.width, r.frames)
+    height, width = r.size_buckets[draw_bucket(config.seed, step, len(r.size_buckets))]
+    return MediaSize(height, width, r.frames)
+
+
+def sampling_params(
+    config: Config, window: int, keep_old_v: bool = False, size: MediaSize | None = None
+) -> SamplingParams:
+    """How training samples are drawn. size: None is rollout.height x width."""
     r = config.rollout
     return SamplingParams(
-        height=r.height,
-        width=r.width,
-        frames=r.frames,
+        **(size or MediaSize(r.height, r.width, r.frames))._asdict(),
         num_steps=r.num_steps,
         guidance_scale=r.guidance_scale,
         rule=r.rule,
@@ -113,10 +122,13 @@ class Inputs:
         r = config.rollout
         try:
             sigmas = adapter.sigmas(r.num_steps, MediaSize(r.height, r.width, r.frames), r.sigmas)
+            slots = config.algorithm.train_timesteps
             if self.algorithm.process == "reverse":
                 slots = window_size(window_config(config), sigmas, r.rule, r.noise_level)
-            else:
-                slots = config.algorithm.train_timesteps
+            for bucket in r.size_buckets:
+                if len(bucket) != 2:
+                    raise ConfigError(f"rollout.size_buckets: {bucket} is not a [height, width]")
+                adapter.latent_shape(MediaSize(bucket[0], bucket[1], r.frames))
             # All prompts now, not the first that is too long hours into a run.
             records = self.train_records + self.validation_records
             negatives = [record.negative_prompt for record in records] + [config.data.negative_prompt]

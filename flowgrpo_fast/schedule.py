@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowgrpo_fast.ops import STREAM_WINDOW, StepCoefficients
+from flowgrpo_fast.ops import STREAM_SIZE, STREAM_WINDOW, StepCoefficients
 from flowgrpo_fast.ops._checks import require, require_choice, require_device, require_shape, values_are_readable
 from flowgrpo_fast.ops._philox import philox_4x32, split_words
 
@@ -281,6 +281,13 @@ def draw_window_starts(
     counter = (torch.full_like(ids, iteration), torch.full_like(ids, STREAM_WINDOW << 16), *_split_ids(ids))
     word = philox_4x32(counter, split_words(seed))[0]
     return lo + (word * starts >> 32)
+
+
+def draw_bucket(seed: int, iteration: int, count: int) -> int:
+    """One of `count` sizes for a training step, uniform, from Philox keyed by (seed, iteration, STREAM_SIZE)."""
+    one = torch.zeros(1, dtype=torch.int64)
+    word = philox_4x32((one + iteration, one + (STREAM_SIZE << 16), one, one), split_words(seed))[0]
+    return int(word * count >> 32)
 
 
 def window_step_index(start: Tensor, size: int) -> Tensor:

@@ -28,7 +28,7 @@ from flowgrpo_fast.config import Config, ConfigError
 from flowgrpo_fast.data.sampler import GroupSampler, rank_slice
 from flowgrpo_fast.engine import DTYPES, Engine
 from flowgrpo_fast.forward import ForwardTraining
-from flowgrpo_fast.inputs import Inputs, sampling_params, validation_params, window_config
+from flowgrpo_fast.inputs import Inputs, sampling_params, step_size, validation_params, window_config
 from flowgrpo_fast.lifetime import Stopped, StopRequest, alive, end_watch, watch_progress
 from flowgrpo_fast.metrics import PhaseTimer, Progress
 from flowgrpo_fast.models import build_adapter
@@ -265,11 +265,11 @@ class Trainer:
         # The ids that make_tasks gives out.
         group_id = (first * turns + torch.arange(len(records) * turns)).repeat_interleave(G)
         sample_id = first * turns * G + torch.arange(len(group_id))
-        r, start = config.rollout, torch.zeros_like(sample_id)
+        r, start, size = config.rollout, torch.zeros_like(sample_id), step_size(config, step)
         if self.inputs.algorithm.process == "reverse":
             start = draw_window_starts(
                 window_config(config),
-                self.sigmas,
+                self.adapter.sigmas(r.num_steps, size, r.sigmas),
                 r.rule,
                 r.noise_level,
                 seed=config.seed,
@@ -296,19 +296,19 @@ class Trainer:
             comm.agree(None if isinstance(error, ServerLostError) else error, self.device)
         with self.engine.old_weights():
             return self._rollout(
-                self._tasks(step), self._sampling(), self.config.rollout.groups_per_batch, self.state.policy_version
+                self._tasks(step), self._sampling(step), self.config.rollout.groups_per_batch, self.state.policy_version
             )
 
-    def _sampling(self) -> SamplingParams:
-        algorithm = self.inputs.algorithm
+    def _sampling(self, step: int) -> SamplingParams:
+        algorithm, size = self.inputs.algorithm, step_size(self.config, step)
         if algorithm.process == "forward":
-            return sampling_params(self.config, 0)
-        return sampling_params(self.config, self.plan.slots, algorithm.needs_old_v)
+            return sampling_params(self.config, 0, size=size)
+        return sampling_params(self.config, self.plan.slots, algorithm.needs_old_v, size)
 
     def _start_next_rollout(self, step: int) -> None:
         """In the background, with the weights as they are before this step's update: one step off-policy, and the batch says so."""
         with self.engine.old_weights(), self.rollout.phase(self.state.policy_version):
-            arguments = (self._tasks(step), self._sampling(), self.config.rollout.groups_per_batch)
+            arguments = (self._tasks(step), self._sampling(step), self.config.rollout.groups_per_batch)
             self._next_rollout = self._background.submit(self._sample, *arguments, self.state.policy_version)
 
     def _rollout(

@@ -2,8 +2,8 @@
 
     rollout.agent_loop: preferences,  algorithm: {name: dpo, group_size: 2}
 
-Prompt files have `chosen` and `rejected`, paths of images (python -m flowgrpo_fast.data.prepare pairs); they are scaled and cropped to rollout.height x
-width. The configured rewards score validation samples only. A prompt without a pair is sampled as usual.
+Prompt files have `chosen` and `rejected`, paths of images (python -m flowgrpo_fast.data.prepare pairs); they are scaled and cropped to the step's size
+(rollout.height x width, or one of rollout.size_buckets). The configured rewards score validation samples only. A prompt without a pair is sampled as usual.
 """
 
 from __future__ import annotations
