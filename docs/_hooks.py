@@ -56,16 +56,17 @@ def support_page() -> str:
     lines = [
         "# Support",
         "",
-        "What has been run with what. **tiny**: a step of LoRA on a random pipeline of the family, built offline, on a CPU, guidance on (`tests/test_matrix.py`); the family's",
-        "network, VAE, text encoders and schedule are diffusers' own and compared with diffusers' pipeline (`tests/test_families.py`). **engine**: by the real vllm-omni 0.30 on a CPU, a whole",
-        "run or what the algorithm needs of its samples, with the bits of the in-process rollout.",
-        "Nothing has been run on a GPU yet. This page is made from the tables that the tests run.",
+        "What has been run with what; this page is made from the tables that `tests/test_matrix.py` runs. **tiny**: a step of LoRA on a random pipeline of the family, built",
+        "offline, on a CPU, with guidance where the algorithm's users have it. The family's network, VAE, text encoders and schedule are diffusers' own, compared with diffusers'",
+        "pipeline (`tests/test_families.py`). **engine**: runs by the real vllm-omni 0.30 on a CPU. **engine samples**: the engine draws what this algorithm needs, with the bits of the",
+        "in-process rollout; no whole run was made. Nothing has been run on a GPU.",
         "",
         "| | " + " | ".join(FAMILIES.values()) + " |",
         "|---" * (len(FAMILIES) + 1) + "|",
     ]
     for algorithm in ALGORITHMS:
-        cells = ["tiny, engine" if (family, algorithm) in BY_ENGINE else "tiny" for family in FAMILIES]
+        tests = [BY_ENGINE.get((family, algorithm)) for family in FAMILIES]
+        cells = ["tiny" if t is None else "tiny, engine samples" if "[" in t else "tiny, engine" for t in tests]
         lines.append(f"| {algorithm} | " + " | ".join(cells) + " |")
     lines += ["", "By the engine:", ""]
     lines += [f"- {FAMILIES[family]}, {algorithm}: `tests/{test}`" for (family, algorithm), test in BY_ENGINE.items()]

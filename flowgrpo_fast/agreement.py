@@ -40,6 +40,11 @@ class AgreementGate:
             return self.largest is not None and self.largest <= self.limit
         return self.plan.replays_rollout_shape
 
+    def may_trust_rollout(self) -> bool:
+        """Can `trusts_rollout` ever be true? Else the rollout need not keep what is only for its own log-probs."""
+        choice = self.config.algorithm.old_log_probs
+        return choice == "rollout" or (choice == "auto" and (self.is_remote or self.plan.replays_rollout_shape))
+
     def is_due(self, step: int, staleness: int) -> bool:
         due = self.largest is None or step % self.config.rollout.check_every == 0
         return self.is_remote and due and staleness == 0

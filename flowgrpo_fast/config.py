@@ -156,7 +156,7 @@ class RolloutConfig(Section):
     initial_noise: Literal["sample", "group"] = "sample"
     """`group`: all samples of a group start from the same noise; the ODE steps before the window are then done once per group."""
     ode_order: Literal[1, 2] = 1
-    """Of the ODE steps after the window: 1 is Euler; 2 extrapolates from the step before (MixGRPO samples the rest with a second-order solver, in fewer steps)."""
+    """Of the ODE steps after the window, and of samples without one: 1 is Euler; 2 extrapolates from the step before (MixGRPO samples the rest with a second-order solver, in fewer steps)."""
     groups_per_batch: int = Field(1, ge=1)
     """Groups in one forward."""
     max_sequence_length: int = Field(512, ge=1)
@@ -404,9 +404,11 @@ class Config(Section):
             )
         if engine.offload_optimizer != "none" and engine.zero_stage == 0:
             raise ValueError("engine.offload_optimizer needs zero_stage 1, 2 or 3")
-        if engine.offload_optimizer == "nvme" and (engine.zero_stage < 3 or self.ema.decay is not None):
+        averages = self.ema.decay is not None or self.algorithm.old_policy != "copy"
+        if engine.offload_optimizer == "nvme" and (engine.zero_stage < 3 or averages):
             raise ValueError(
-                "engine.offload_optimizer nvme needs zero_stage 3 and ema.decay null (the average reads the master weights at every update)"
+                "engine.offload_optimizer nvme needs zero_stage 3 and ema.decay null (the average reads the master weights at every update),"
+                " and algorithm.old_policy copy"
             )
         # The other ranks wait in a collective meanwhile, and must not take that for a hang.
         waits = {"rewarding.patience_s": self.rewarding.patience_s}

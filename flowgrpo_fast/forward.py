@@ -86,7 +86,7 @@ def noise_levels(key: Tensor, seed: int, count: int, timesteps: str, sigmas: Ten
 
     uniform        u_k in [k / count, (k + 1) / count)
     logit_normal   sigmoid(z), z standard normal (SD3's training density)
-    schedule       one of sigmas[:-1], in shares as for uniform
+    schedule       one of sigmas[:-1], in shares as for uniform; 1.0 is among them
     """
     z = philox_normal(NoiseKey(seed, 0, key, STREAM_FORWARD_SIGMA), (count,))
     if timesteps == "logit_normal":

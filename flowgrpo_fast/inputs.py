@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
@@ -77,6 +78,22 @@ def require_negative_prompts(config: Config, records: list[PromptRecord], guidan
             )
 
 
+def require_pairs(config: Config, process: str, records: list[PromptRecord]) -> None:
+    """Offline preferences: an algorithm over finished samples, groups of two, and both files of each prompt."""
+    if process != "forward" or config.algorithm.group_size != 2:
+        raise ConfigError(
+            f"rollout.agent_loop = preferences needs algorithm.name dpo (or another over the forward process) and group_size 2, got"
+            f" {config.algorithm.name} and {config.algorithm.group_size}"
+        )
+    for record in records:
+        for key in ("chosen", "rejected"):
+            file = record.metadata.get(key)
+            if file is None or not Path(str(file)).expanduser().is_file():
+                raise ConfigError(
+                    f"prompt {record.index} ({record.prompt[:60]!r}) has {key} {file!r}, which is no file; write the path of an image"
+                )
+
+
 class Inputs:
     """Everything that can be checked before a model is loaded. Raises ConfigError or PromptFileError."""
 
@@ -88,6 +105,12 @@ class Inputs:
             check(config)
         self.agent_loop = agent_loop_class(config.rollout.agent_loop)
         self.algorithm, self.advantage = build_algorithm(config.algorithm), build_advantage(config.algorithm)
+        if config.rollout.agent_loop == "preferences":
+            require_pairs(config, self.algorithm.process, load_prompts(config.data.train, "train"))
+        if self.algorithm.process == "forward" and config.rollout.overlap:
+            raise ConfigError(
+                f"rollout.overlap: {config.algorithm.name} has no ratio that would correct samples of an older policy; unset it"
+            )
         samples_ode = self.algorithm.process == "forward" and config.rollout.agent_loop != "preferences"
         if samples_ode and config.rollout.initial_noise == "group":
             raise ConfigError(

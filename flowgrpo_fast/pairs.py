@@ -27,7 +27,7 @@ from flowgrpo_fast.rollout.base import NonFiniteError
 SUMMED = {"loss", "kl", "kept"}
 # Divided by kept pairs per rank, as the gradient wants it; their sum over ranks is then world_size times too large.
 AVERAGED_OVER_RANKS = {"loss", "kl"}
-MAXIMUM = ("ratio_max_deviation", "rollout_log_ratio_max")
+MAXIMUM = ("_max", "_max_deviation")  # endings of names
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,8 @@ class PairTraining(ABC):
 
     def _velocity(self, transformer: Any, m: MicroBatch, x: Tensor, sigma: Tensor, guidance_scale: float) -> Tensor:
         positive, negative = self.text.samples(m.samples_host)
+        if not self.adapter.needs_negative(guidance_scale):
+            negative = None
         n = self.plan.sequence_parallel
         positive, negative = positive.padded(n), None if negative is None else negative.padded(n)
         return self.adapter.velocity(transformer, x, sigma, positive, negative, guidance_scale, self.batch.media_size)
@@ -197,7 +199,7 @@ def reduce_metrics(rows: list[dict[str, Tensor]]) -> dict[str, float]:
         column = table[:, i]
         if name in SUMMED:
             value = column.sum()
-        elif name in MAXIMUM:
+        elif name.endswith(MAXIMUM):
             value = column.max()
         else:
             value = (column * weight).sum() / weight.sum()

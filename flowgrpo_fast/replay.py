@@ -36,7 +36,8 @@ class Replay(PairTraining):
     def update(self, index: int, advantages: Tensor, valid: Tensor) -> dict[str, float]:
         c, steps = self.config.algorithm, len(self.batch.sigmas) - 1
         self.by_step = StepMetrics(steps, c.clip_low, c.clip_high, valid.device)
-        return super().update(index, advantages, valid) | self.by_step.reduced()
+        metrics = super().update(index, advantages, valid)
+        return metrics | self.by_step.reduced() if self.algorithm.clips_log_prob_ratio else metrics
 
     def velocity_once(self) -> None:
         self.log_probs(self.first_of_each_slot()[0])

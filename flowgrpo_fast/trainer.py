@@ -226,7 +226,7 @@ class Trainer:
         with self._phase("update"):
             batch, advantages, valid = share_batch(result.batch.without_media(), advantages, valid, self.plan)
             chosen, valid = self.inputs.algorithm.choose(advantages, batch.group_id, valid)
-            advantages, batch = advantages[chosen], batch.select(chosen)
+            advantages, batch = clipped(advantages[chosen], self.config.algorithm.advantage_clip), batch.select(chosen)
             training = self._training(batch)
             with self.engine.sharing_forwards():
                 self.throughput.measure(training)
@@ -303,7 +303,8 @@ class Trainer:
         algorithm, size = self.inputs.algorithm, step_size(self.config, step)
         if algorithm.process == "forward":
             return sampling_params(self.config, 0, size=size)
-        return sampling_params(self.config, self.plan.slots, algorithm.needs_old_v, size)
+        keeps_old_v = algorithm.needs_old_v and self.gate.may_trust_rollout()
+        return sampling_params(self.config, self.plan.slots, keeps_old_v, size)
 
     def _start_next_rollout(self, step: int) -> None:
         """In the background, with the weights as they are before this step's update: one step off-policy, and the batch says so."""
@@ -366,7 +367,7 @@ class Trainer:
         advantages = self.inputs.advantage(table, self.config.algorithm)
         mine = slice(comm.rank() * result.batch.size, (comm.rank() + 1) * result.batch.size)
         metrics = reward_metrics(rewards, group, valid) | self._component_means(result.reward)
-        kept = advantages[valid] if valid.any() else torch.zeros(1)
+        kept = clipped(advantages[valid] if valid.any() else torch.zeros(1), self.config.algorithm.advantage_clip)
         metrics |= {
             "advantage/mean": float(kept.mean()),
             "advantage/std": float(kept.std(correction=0)),
@@ -433,6 +434,11 @@ class Trainer:
             world_size=self.inputs.world_size,
             validation_before=before,
         )
+
+
+def clipped(advantages: Tensor, bound: float | None) -> Tensor:
+    """After the choice of samples: clipped ones could not be told apart."""
+    return advantages if bound is None else advantages.clamp(-bound, bound)
 
 
 def metric_name(name: str) -> str:

@@ -7,7 +7,7 @@ FAMILIES = {
     "sd3": "Stable Diffusion 3 and 3.5",
     "flux": "FLUX.1-dev",
     "z_image": "Z-Image",
-    "wan": "Wan 2.1 and 2.2 TI2V",
+    "wan": "Wan 2.1",
 }
 # How the tiny pipeline of each is sampled: guidance as its users do.
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -23,6 +23,9 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "Flow-CPS": ("rollout.rule=cps",),
     "DanceGRPO, best of n": ("rollout.rule=dance", "rollout.noise_level=0.3", "algorithm.train_on=2"),
     "MixGRPO": ("rollout.window={size: 1, range: [0, 2], strategy: progressive, shift_every: 1}", "rollout.ode_order=2"),
+    "Dr.GRPO": ("algorithm.normalize=none",),
+    "GDPO": ("algorithm.advantage=gdpo",),
+    "TempFlow-GRPO's weights": ("algorithm.step_weight=noise_level",),
     "GRPO-Guard": ("algorithm.name=grpo_guard",),
     "Flow-DPPO": ("algorithm.name=flow_dppo",),
     "DiffusionNFT": ("algorithm.name=diffusion_nft", "rollout.guidance_scale=1.0", "rollout.initial_noise=sample"),

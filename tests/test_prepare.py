@@ -74,6 +74,22 @@ def test_geneval_keeps_what_the_scorer_needs(tmp_path: Path) -> None:
     assert record.metadata == {"tag": "counting", "include": row["include"]}
 
 
+def test_geneval_as_a_table_would_have_fields_that_it_has_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["geneval", "in.jsonl", "--out", "out.parquet"])
+    assert "GenEval's prompts have different fields" in capsys.readouterr().err
+
+
+def test_rows_with_different_fields_keep_them_in_a_table(tmp_path: Path) -> None:
+    rows = [{"prompt": '"a"'}, {"prompt": '"b"', "level": 3, "negative_prompt": "bad"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["ocr", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.parquet")]) == 0
+    a, b = load_prompts(str(tmp_path / "out.parquet"))
+    assert (a.metadata["level"], b.metadata["level"], b.negative_prompt) == (None, 3, "bad")
+
+
 def test_pickapic_captions_once(tmp_path: Path, pick_a_pic: Path) -> None:
     assert main(["pickapic", str(pick_a_pic), "--out", str(tmp_path / "out.parquet")]) == 0
     assert [r.prompt for r in load_prompts(str(tmp_path / "out.parquet"))] == ["a cat", "a dog"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,4 +82,5 @@ def test_every_recipe_says_where_it_is_from_and_how_it_is_run() -> None:
     for path in RECIPES:
         head = path.read_text().split("\n\n")[0].split("run_dir")[0]
         assert f"--config configs/{path.name}" in head, path.name
+        assert re.search(r"flow_grpo|DanceGRPO|MixGRPO|DiffusionNFT", head), f"{path.name} cites no source"
         assert yaml.safe_load(path.read_text())["run_dir"] == f"runs/{path.stem}".removesuffix("_8gpu"), path.name

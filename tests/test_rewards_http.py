@@ -89,6 +89,7 @@ def failing(error: Exception) -> Callable[..., Tensor]:
     [
         (TransientRewardError("warming up"), TransientRewardError, "answered 503: warming up"),
         (ValueError("no such prompt"), ValueError, "answered 400: no such prompt"),
+        (ConnectionResetError("its own backend"), TransientRewardError, "answered 503: its own backend"),
         (KeyError("x"), ValueError, "answered 422: KeyError: 'x'"),
     ],
 )
@@ -124,12 +125,21 @@ def test_a_slow_answer_is_a_timeout() -> None:
             HttpReward(url, timeout_s=0.2)(images(), PROMPTS, METADATA)
 
 
-def test_an_answer_of_another_length_is_an_error() -> None:
-    with (
-        serving(lambda *_: torch.zeros(2)) as url,
-        pytest.raises(ValueError, match=r"answered reward of shape \[2\] to 3 samples"),
-    ):
-        HttpReward(url)(images(), PROMPTS, METADATA)
+def test_an_answer_of_another_length_is_an_error_on_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lambda *_: torch.zeros(2)) as url:
+        with pytest.raises(ValueError, match="answered 400: 'reward' must hold 3 real values"):
+            HttpReward(url)(images(), PROMPTS, METADATA)
+        monkeypatch.setattr("flowgrpo_fast.rewards.serve.per_sample", lambda result, n: {"reward": result})
+        with pytest.raises(ValueError, match=r"answered reward of shape \[2\] to 3 samples"):
+            HttpReward(url)(images(), PROMPTS, METADATA)
+
+
+@pytest.mark.parametrize("format_", ["safetensors", "json"])
+def test_whatever_a_reward_may_return_can_be_served(format_: str) -> None:
+    same = torch.tensor([1.0, 2.0, 3.0])
+    for result in ([1, 2, 3], same.numpy(), {"reward": same, "raw": same}):
+        with serving(lambda *_, result=result: result) as url:  # type: ignore[misc]
+            assert torch.equal(HttpReward(url, format=format_)(images(), PROMPTS, METADATA)["reward"], same)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +241,18 @@ def test_a_judge_sees_some_frames_of_a_video(judge: tuple[str, list[dict[str, An
     shown = videos[0, [0, 4, 8]].float().mean() / 255
     assert float(scores[0]) == pytest.approx(float(shown), abs=1e-3)
     assert len(requests[0]["messages"][0]["content"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("8", 0.8), ("8/10", 0.8), ("Score: 7.5 out of 10.", 0.75), ("**8**", 0.8), ("Three of 4 are right.\nScore: 9", 0.9), ("10 / 10", 1.0), ("0", 0.0),
+        ("7 (on a scale of 0 to 10)", math.nan), ("8-9", math.nan), ("85", math.nan), ("-3", math.nan), ("none", math.nan), ("", math.nan),
+    ],
+)  # fmt: skip
+def test_the_number_at_the_end_of_an_answer(text: str, score: float) -> None:
+    """Nothing is guessed: what is not clearly a score within the range is none."""
+    assert VlmJudge("http://x", "m").score_of(text) == pytest.approx(score, nan_ok=True)
 
 
 def test_bad_judges() -> None:

@@ -112,6 +112,8 @@ class Dumping(trainer.Trainer):
         state = {f"weights/{name}": t for name, t in engine.trained_state().items()}
         with engine.sampling_weights():
             state |= {f"average/{name}": t for name, t in engine.trained_state().items()}
+        with engine.old_weights():
+            state |= {f"old/{name}": t for name, t in engine.trained_state().items()}
         assert engine.ema is not None
         masters, moments = engine.ema.masters, list(engine.engine.optimizer.optimizer.state.values())
         for kind in ("exp_avg", "exp_avg_sq"):
@@ -129,9 +131,17 @@ def dump(arguments: Sequence[str]) -> int:
     return train.main(list(arguments))
 
 
-@pytest.mark.parametrize("settings", [(), ("model.train=lora", "model.lora.rank=4")], ids=["full", "lora"])
+NFT = (
+    "algorithm.name=diffusion_nft",
+    "algorithm.old_policy=linear_to_0_5",
+    "algorithm.train_timesteps=1",
+    "rollout.initial_noise=sample",
+)
+
+
+@pytest.mark.parametrize("settings", [(), ("model.train=lora", "model.lora.rank=4", *NFT)], ids=["full", "lora, nft"])
 def test_a_checkpoint_moves_to_another_number_of_ranks(tmp_path: Path, settings: tuple[str, ...]) -> None:
-    """2 -> 1 and 4 ranks, by DeepSpeed's universal format: weights, both moments and the average are the same bits; and the run goes on."""
+    """2 -> 1 and 4 ranks, by DeepSpeed's universal format: weights, both moments, the average and the old policy are the same bits; and the run goes on."""
     run_dir, common = tmp_path / "run", (*SMALL, *settings, "ema.decay=0.9", "trainer.keep_checkpoints=9")
     run_ranks(2, run_dir, *common, "trainer.total_steps=2")
     states = {}
@@ -140,7 +150,7 @@ def test_a_checkpoint_moves_to_another_number_of_ranks(tmp_path: Path, settings:
         codes, output = finish(start_ranks(ranks, run_dir, *common, "trainer.total_steps=3", extra=file, main=dump))
         assert codes == [0] * ranks, output
         states[ranks] = torch.load(file["DUMP"])
-    assert {name.partition("/")[0] for name in states[2]} == {"weights", "average", "exp_avg", "exp_avg_sq"}
+    assert {name.partition("/")[0] for name in states[2]} == {"weights", "average", "old", "exp_avg", "exp_avg_sq"}
     moments = [bool(t.any()) for name, t in states[2].items() if name.startswith("exp_avg")]
     assert sum(moments) > len(moments) / 2, f"{sum(moments)} of {len(moments)} moments are not zero"
     for ranks in (1, 4):

@@ -1,4 +1,4 @@
-"""Rewards of a step, of all ranks -> advantages. Which one: algorithm.advantage, registered here or the user's `module:function`."""
+"""Rewards of a step, of all ranks -> advantages, which the trainer then clips (algorithm.advantage_clip). Which one: algorithm.advantage, registered here or the user's `module:function`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def group(rewards: Rewards, config: AlgorithmConfig) -> Tensor:
     """A = (r - mean of the group) / (std + eps), fp32 [B]. FlowGRPO; normalize none: Dr.GRPO (arXiv:2503.20783)."""
     c = config
     return group_advantage(
-        rewards.total, rewards.group_id, normalize=c.normalize, eps=c.advantage_eps, clip=c.advantage_clip, valid=rewards.valid
+        rewards.total, rewards.group_id, normalize=c.normalize, eps=c.advantage_eps, clip=None, valid=rewards.valid
     )  # fmt: skip
 
 
@@ -42,5 +42,5 @@ def gdpo(rewards: Rewards, config: AlgorithmConfig) -> Tensor:
         )
     everyone = torch.zeros_like(rewards.group_id)
     return group_advantage(
-        total.float(), everyone, normalize="global_std", eps=config.advantage_eps, clip=config.advantage_clip, valid=rewards.valid
+        total.float(), everyone, normalize="global_std", eps=config.advantage_eps, clip=None, valid=rewards.valid
     )  # fmt: skip

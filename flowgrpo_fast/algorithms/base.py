@@ -40,7 +40,7 @@ class ForwardInputs:
 
     x0: Tensor  # [N, ...] fp32, the finished sample
     noise: Tensor  # [N, ...] fp32
-    sigma: Tensor  # fp32 [N], in (0, 1)
+    sigma: Tensor  # fp32 [N], in (0, 1]
     v: Tensor  # [N, ...] velocity of the current policy at x, with gradient
     old_v: Tensor | None  # [N, ...] of the old policy; None: on-policy, take the current one, detached
     v_ref: Tensor | None  # [N, ...] of the reference policy
@@ -66,6 +66,8 @@ class Algorithm(ABC):
 
     process: ClassVar[Literal["reverse", "forward"]] = "reverse"
     """reverse: (sample, step) pairs of an SDE rollout, by log-prob: `loss` gets LossInputs. forward: finished samples, noised anew: ForwardInputs."""
+    clips_log_prob_ratio: ClassVar[bool] = True
+    """reverse: what is clipped is exp(log p - log p_old), so that it can be shown by denoising step."""
     needs_old_v: ClassVar[bool] = False
     """The velocity of the old policy for each pair."""
     needs_reference: ClassVar[bool] = False
@@ -80,6 +82,10 @@ class Algorithm(ABC):
         self.config = config
         if config.beta is not None and self.beta is None:
             raise ConfigError(f"algorithm.beta = {config.beta}: {config.name} has no beta; remove it")
+        if config.old_policy != "copy" and not (self.process == "forward" and self.needs_old_v):
+            raise ConfigError(
+                f"algorithm.old_policy = {config.old_policy!r}: {config.name} compares with the policy that the rollout found; set copy"
+            )
         if self.process == "forward" and config.kl_coef > 0 and config.kl_form != "velocity_mse":
             raise ConfigError(
                 f"algorithm.kl_form = {config.kl_form!r}: {config.name} takes no steps, whose Gaussians it could compare; set velocity_mse"
@@ -136,6 +142,7 @@ def with_reference_kl(
     """
     if inputs.v_ref is None or kl is None or config.kl_coef == 0:
         return loss
+    kl = per_element(kl, inputs, config)
     if config.kl_form == "flow_grpo":
         kl = kl * (inputs.coef.s / inputs.std_dev).square()
     elif config.kl_form == "velocity_mse":
@@ -144,6 +151,11 @@ def with_reference_kl(
     mean = torch.where(inputs.mask, kl, 0.0).sum() / inputs.denominator
     metrics["kl"] = mean.detach()
     return loss + config.kl_coef * mean
+
+
+def per_element(kl: Tensor, inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """The mean over latent elements, whatever algorithm.log_prob_reduction adds up."""
+    return kl / inputs.x[0].numel() if config.log_prob_reduction == "sum" else kl
 
 
 def with_velocity_kl(

@@ -12,13 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowgrpo_fast.algorithms.base import Algorithm, LossInputs, with_reference_kl
+from flowgrpo_fast.algorithms.base import Algorithm, LossInputs, per_element, with_reference_kl
 from flowgrpo_fast.ops import policy_loss, sde_log_prob
 
 NO_CLIP = 1e30
 
 
 class FlowDPPO(Algorithm):
+    clips_log_prob_ratio = False
     needs_old_v = True
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -29,7 +30,8 @@ class FlowDPPO(Algorithm):
         )
         assert out.kl is not None
         assert out.log_ratio is not None
-        far = out.kl.detach() >= c.divergence_limit
+        divergence = per_element(out.kl.detach(), i, c)
+        far = divergence >= c.divergence_limit
         rising = out.log_ratio.detach().sign() * i.advantage > 0
         dropped = i.mask & far & rising
         loss, metrics = policy_loss(
@@ -46,6 +48,8 @@ class FlowDPPO(Algorithm):
         # What the mean over all ranks divides by, and what weighs the other metrics.
         metrics["kept"] = i.mask.sum().float()
         metrics["dropped_fraction"] = dropped.sum() / i.mask.sum().clamp(min=1)
-        metrics["divergence_max"] = torch.where(i.mask, out.kl.detach(), 0.0).max()
-        kl = None if i.v_ref is None else sde_log_prob(i.x, i.v, i.prev, i.coef, v_ref=i.v_ref).kl
+        metrics["divergence_max"] = torch.where(i.mask, divergence, 0.0).max()
+        kl = None
+        if i.v_ref is not None:
+            kl = sde_log_prob(i.x, i.v, i.prev, i.coef, v_ref=i.v_ref, reduction=c.log_prob_reduction).kl
         return with_reference_kl(loss, metrics, i, kl, c), out.log_prob.detach(), metrics

@@ -17,6 +17,7 @@ from flowgrpo_fast.ops import policy_loss, sde_log_prob
 
 
 class GRPOGuard(Algorithm):
+    clips_log_prob_ratio = False
     needs_old_v = True
 
     def __init__(self, config: AlgorithmConfig) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_fast.data.prompts import PromptFileError, load_prompts
+from flowgrpo_fast.data.prompts import PromptFileError, PromptRecord, load_prompts
 
 Row = dict[str, Any]
 QUOTED = re.compile(r'["“]([^"“”]+)["”]')
@@ -34,7 +34,7 @@ def ocr(sources: list[Path], images: Path | None) -> Iterator[Row]:
                 raise PromptFileError(
                     f"{source}, prompt {record.index}: no text between double quotes in {record.prompt!r}"
                 )
-            yield {"prompt": record.prompt, "text": found[1]}
+            yield _row(record) | {"text": found[1]}
 
 
 def geneval(sources: list[Path], images: Path | None) -> Iterator[Row]:
@@ -45,7 +45,12 @@ def geneval(sources: list[Path], images: Path | None) -> Iterator[Row]:
                 raise PromptFileError(
                     f'{source}, prompt {record.index}: has no "include"; give GenEval\'s evaluation_metadata.jsonl'
                 )
-            yield {"prompt": record.prompt, **record.metadata}
+            yield _row(record)
+
+
+def _row(record: PromptRecord) -> Row:
+    negative = {} if record.negative_prompt is None else {"negative_prompt": record.negative_prompt}
+    return {"prompt": record.prompt, **record.metadata, **negative}
 
 
 def pickapic(sources: list[Path], images: Path | None) -> Iterator[Row]:
@@ -108,7 +113,9 @@ def write(rows: list[Row], out: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out)
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+    pyarrow.parquet.write_table(table, out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--system-prompt", help="writes each prompt as a chat, verl's form; here the model's template has its own"
     )
-    parser.add_argument("--limit", type=int, help="so many, drawn by --seed")
+    parser.add_argument("--limit", type=int, help="so many prompts, drawn by --seed")
     parser.add_argument(
         "--validation", type=int, default=0, help="hold out so many, drawn by --seed, in OUT's name + .validation"
     )
@@ -136,6 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--out {a.out}: name it .jsonl or .parquet")
     if (a.kind == "pairs") != (a.images is not None):
         parser.error("--images goes with pairs, and pairs need it")
+    if a.kind == "geneval" and out.suffix == ".parquet":
+        parser.error("--out: GenEval's prompts have different fields, which a table would fill up; name it .jsonl")
     try:
         rows = list(KINDS[a.kind](sources, None if a.images is None else Path(a.images).expanduser()))
     except (PromptFileError, OSError) as error:
@@ -146,19 +155,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             row["prompt"] = [{"role": "system", "content": a.system_prompt}, {"role": "user", "content": row["prompt"]}]
         if a.negative_prompt is not None:
             row["negative_prompt"] = a.negative_prompt
-    order = list(range(len(rows)))
+    # Rows of one prompt stay on one side.
+    prompts = list(dict.fromkeys(json.dumps(row["prompt"]) for row in rows))
     if a.limit is not None or a.validation:
-        random.Random(a.seed).shuffle(order)
-    wanted = len(rows) if a.limit is None else min(len(rows), a.limit + a.validation)
+        random.Random(a.seed).shuffle(prompts)
+    wanted = len(prompts) if a.limit is None else min(len(prompts), a.limit + a.validation)
     if wanted <= a.validation:
-        print(f"error: {len(rows)} prompts found; none are left beside {a.validation} for validation", file=sys.stderr)
+        print(
+            f"error: {len(prompts)} prompts found; none are left beside {a.validation} for validation", file=sys.stderr
+        )
         return 2
-    files = {out: sorted(order[a.validation : wanted])}
+    files = {out: set(prompts[a.validation : wanted])}
     if a.validation:
-        files[out.with_name(f"{out.stem}.validation{out.suffix}")] = sorted(order[: a.validation])
+        files[out.with_name(f"{out.stem}.validation{out.suffix}")] = set(prompts[: a.validation])
     for file, chosen in files.items():
-        write([rows[i] for i in chosen], file)
-        print(f"{file}: {len(chosen)} prompts")
+        kept = [row for row in rows if json.dumps(row["prompt"]) in chosen]
+        write(kept, file)
+        print(f"{file}: {len(chosen)} prompts, {len(kept)} rows")
     return 0
 
 

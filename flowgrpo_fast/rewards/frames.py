@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.rewards.base import build_reward, register_reward
+from flowgrpo_fast.rewards.manager import per_sample
 
 
 @register_reward("frames")
@@ -23,14 +24,10 @@ class FramesReward:
             raise ValueError(f"frames must be at least 1, got {frames}")
         self.reward, self.frames = build_reward(reward, kwargs), frames
 
-    def __call__(
-        self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]
-    ) -> Tensor | dict[str, Tensor]:
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> dict[str, Tensor]:
         flat, count = spread_frames(images, self.frames)
         each = lambda values: [value for value in values for _ in range(count)]  # noqa: E731
-        scores = self.reward(flat, each(prompts), each(metadata))
-        if isinstance(scores, Tensor):
-            return scores.view(-1, count).mean(1)
+        scores = per_sample(self.reward(flat, each(prompts), each(metadata)), len(flat))
         return {name: values.view(-1, count).mean(1) for name, values in scores.items()}
 
 

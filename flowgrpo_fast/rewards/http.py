@@ -108,7 +108,7 @@ def decode_request(kind: str, body: bytes) -> tuple[Tensor, list[str], list[dict
 
 def encode_scores(kind: str, scores: dict[str, Tensor]) -> bytes:
     if kind == SAFETENSORS:
-        return save({name: values.float().contiguous() for name, values in scores.items()})
+        return save({name: values.float().clone() for name, values in scores.items()})
     lists = {name: [v if math.isfinite(v) else None for v in values.tolist()] for name, values in scores.items()}
     return json.dumps(lists).encode()
 

@@ -22,13 +22,16 @@ QUESTION = (
     "Answer with one number from 0 (not at all) to 10 (perfectly), and nothing else."
 )
 
+# "8", "8/10", "Score: 8 out of 10." and "**8**"; not the 10 of those, and nothing of "8-9" or "7 (of ten)".
+NUMBER_AT_THE_END = r"(?:^|[\s:*])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?[\s.*]*$"
+
 
 @register_reward("vlm_judge")
 class VlmJudge:
-    """reward = (number - low) / (high - low), clamped to [0, 1]; NaN, a sample without a score, where the answer holds no number.
+    """reward = (number - low) / (high - low), from 0 to 1; NaN, a sample without a score, where the answer ends in no number, or in one outside.
 
     question: `{prompt}` and the fields of the sample's metadata are filled in. pattern: a regular expression whose first group is the number; the
-    last match counts, so a judge may think aloud first. Videos: `frames` of them, evenly spaced, in one message. The key is read from $`api_key_env`.
+    last match counts, so a judge may think aloud first. By default the number at the end of the answer. Videos: `frames` of them, evenly spaced, in one message. The key is read from $`api_key_env`.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class VlmJudge:
         url: str,
         model: str,
         question: str = QUESTION,
-        pattern: str = r"(-?\d+(?:\.\d+)?)",
+        pattern: str = NUMBER_AT_THE_END,
         low: float = 0.0,
         high: float = 10.0,
         frames: int = 4,
@@ -79,7 +82,9 @@ class VlmJudge:
             text = json.loads(answer)["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{self.url} answered no chat completion: {answer[:200]!r}") from error
+        return self.score_of(text)
+
+    def score_of(self, text: str) -> float:
         found = self.pattern.findall(text)
-        if not found:
-            return math.nan
-        return min(1.0, max(0.0, (float(found[-1]) - self.low) / (self.high - self.low)))
+        number = float(found[-1]) if found else math.nan
+        return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else math.nan

@@ -126,7 +126,7 @@ class RewardManager:
         for k, (label, reward, held_out) in enumerate(self._rewards):
             try:
                 with span("reward"):
-                    scores = _per_sample(self._call(reward, images, prompts, metadata), n)
+                    scores = per_sample(self._call(reward, images, prompts, metadata), n)
                 alive()
             except Exception as error:
                 place = traceback.extract_tb(error.__traceback__)[-1]
@@ -178,7 +178,7 @@ class RewardManager:
         raise AssertionError("unreachable")
 
 
-def _per_sample(result: Any, n: int) -> dict[str, Tensor]:
+def per_sample(result: Any, n: int) -> dict[str, Tensor]:
     """What a reward returned as {"reward": fp32 [N], ...}. ValueError where it is not that."""
     scores = dict(result) if isinstance(result, dict) else {"reward": result}
     if "reward" not in scores:

@@ -16,8 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from flowgrpo_fast.rewards.base import Reward, TransientRewardError, build_reward
+from flowgrpo_fast.rewards.base import Reward, build_reward
 from flowgrpo_fast.rewards.http import JSON, SAFETENSORS, decode_request, encode_scores
+from flowgrpo_fast.rewards.manager import TRANSIENT, per_sample
 
 
 class RewardServer(ThreadingHTTPServer):
@@ -48,9 +49,8 @@ class Handler(BaseHTTPRequestHandler):
             images, prompts, metadata = decode_request(kind, body)
             with self.server.lock, torch.no_grad():
                 result = self.server.reward(images, prompts, metadata)
-            scores = result if isinstance(result, dict) else {"reward": result}
-            self.answer(200, encode_scores(kind, scores), kind)
-        except TransientRewardError as error:
+            self.answer(200, encode_scores(kind, per_sample(result, len(prompts))), kind)
+        except TRANSIENT as error:
             self.answer(503, f"{error}\n".encode())
         except ValueError as error:
             self.answer(400, f"{error}\n".encode())

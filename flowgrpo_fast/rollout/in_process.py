@@ -71,7 +71,7 @@ class InProcessRollout:
         sizes = torch.tensor([len(r.sample_id) for r in requests])
         prompt_index = torch.arange(len(requests)).repeat_interleave(sizes)
         group_id = torch.tensor([r.group_id for r in requests])[prompt_index]
-        window_start = torch.cat([r.window_start for r in requests]) if W else torch.full_like(sample_id, T)
+        window_start = torch.cat([r.window_start for r in requests]) if W else torch.zeros_like(sample_id)
 
         with span("encode"):
             positive = adapter.encode(stack_tokens([r.tokens for r in requests]))

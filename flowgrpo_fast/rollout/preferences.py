@@ -3,12 +3,13 @@
     rollout.agent_loop: preferences,  algorithm: {name: dpo, group_size: 2}
 
 Prompt files have `chosen` and `rejected`, paths of images (python -m flowgrpo_fast.data.prepare pairs); they are scaled and cropped to the step's size
-(rollout.height x width, or one of rollout.size_buckets). The configured rewards score validation samples only. A prompt without a pair is sampled as usual.
+(rollout.height x width, or one of rollout.size_buckets). The configured rewards score validation samples only.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,9 @@ KEYS = ("chosen", "rejected")
 
 class PreferenceLoop(SingleTurnAgentLoop):
     async def run(self, task: GroupTask) -> list[Turn]:
-        """Raises ValueError for a group that is not of two, and for a file that is no image."""
-        if not all(key in task.record.metadata for key in KEYS):
+        """Validation, one sample a prompt, is sampled and scored as usual."""
+        if task.sample_id.shape[1] == 1:
             return await super().run(task)
-        if task.sample_id.shape[1] != 2:
-            raise ValueError(f"algorithm.group_size = {task.sample_id.shape[1]}: a preference has two samples, set 2")
         c = self.context
         size = c.queue.sampling.media_size
         files = [str(task.record.metadata[key]) for key in KEYS]
@@ -52,10 +51,10 @@ class PreferenceLoop(SingleTurnAgentLoop):
             images=images,
             **size._asdict(),
         )
-        preferred = torch.tensor([1.0, 0.0])[:, None].expand(2, len(c.rewards.labels))
-        return [
-            Turn(task.record.prompt, batch.to(c.adapter.device).validate(), RewardResult(preferred, two == 0, {}, []))
-        ]
+        # 1 and 0 in each column, whatever the sign of its weight: the chosen image's weighted sum is the greater one.
+        preferred = torch.stack([c.rewards.weights.sign().clamp(min=0), -c.rewards.weights.sign().clamp(max=0)])
+        batch = replace(batch.to(c.adapter.device), images=images)
+        return [Turn(task.record.prompt, batch.validate(), RewardResult(preferred, two == 0, {}, []))]
 
 
 def load_image(file: str, size: MediaSize) -> Tensor:
