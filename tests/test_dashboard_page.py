@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -69,12 +70,16 @@ def test_chromium_draws_the_run_and_a_row_written_meanwhile_appears(
 
 def test_command_line_serves_until_interrupted(run_dir: Path) -> None:
     command = [sys.executable, "-m", "flowgrpo_fast.dashboard", str(run_dir), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+    # A shell without job control starts its background jobs, this test run perhaps, with Ctrl-C ignored.
+    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1], **default
+    ) as process:
         url = process.stdout.readline().strip()
         connection = http.client.HTTPConnection(url.removeprefix("http://").rstrip("/"), timeout=10)
         connection.request("GET", "/samples/before.png")
         assert connection.getresponse().read() == (run_dir / "samples/before.png").read_bytes()
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
 
 
