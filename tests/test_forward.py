@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from flowgrpo_fast import engine as engine_package
 from flowgrpo_fast.algorithms import ForwardInputs, build_algorithm
@@ -22,6 +21,7 @@ from flowgrpo_fast.engine.ema import OLD_POLICY_DECAY
 from flowgrpo_fast.forward import noise_levels
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
+from flowgrpo_fast.models.qwen_image import QwenImageAdapter
 from flowgrpo_fast.rollout.preferences import load_image
 from flowgrpo_fast.schedule import make_sigmas
 from flowgrpo_fast.train import settle_environment
@@ -287,17 +287,6 @@ def test_offline_pairs_that_cannot_be_used(tmp_path: Path) -> None:
         load_image(str(tmp_path / "text.png"), MediaSize(16, 16))
 
 
-def guided_flops(trainer: Trainer) -> int:
-    """Of a forward with both branches, of as many samples."""
-    adapter, size, n = trainer.adapter, MediaSize(64, 64), trainer.plan.micro_batch_size
-    x = torch.zeros(n, *adapter.latent_shape(size))
-    text = adapter.encode(adapter.tokenize(["a"], 64)).repeated(n)
-    network = adapter.load_transformer()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        adapter.velocity(network, x, torch.full((n,), 0.5), text, text, 3.0, size)
-    return int(counter.get_total_flops())
-
-
 def run(config_: Any) -> Trainer:
     trainer = Trainer(config_, Inputs(config_, 1), CPU)
     trainer.run()
@@ -307,7 +296,15 @@ def run(config_: Any) -> Trainer:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", TRAINED)
-def test_trained(name: str, tmp_path: Path) -> None:
+def test_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_trained, predict = [], QwenImageAdapter.predict
+
+    def counting(adapter: QwenImageAdapter, network: Any, inputs: dict[str, Any]) -> Tensor:
+        if torch.is_grad_enabled():
+            rows_trained.append(len(inputs["hidden_states"]))
+        return predict(adapter, network, inputs)
+
+    monkeypatch.setattr(QwenImageAdapter, "predict", counting)
     trainer = run(tiny_config(tmp_path, *TRAINED[name], *QUICK, "trainer.total_steps=2"))
     rows = read_metrics(tmp_path)
     per_sample = 2 if "dpo" in name else 4
@@ -321,10 +318,8 @@ def test_trained(name: str, tmp_path: Path) -> None:
         assert rows[0]["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)
     if name.startswith("awm"):
         assert rows[0]["policy/first_ratio_max_deviation"] == 0.0
-    if "guidance" in name:
-        # Samples are guided; training forwards have the prompt's branch alone.
-        assert trainer.throughput.forward_flops is not None
-        assert guided_flops(trainer) == pytest.approx(2 * trainer.throughput.forward_flops, rel=0.2)
+    # Samples may be guided; training forwards have the prompt's branch alone.
+    assert set(rows_trained) == {trainer.plan.micro_batch_size}
     if "several" in name:
         assert rows[0]["policy/ratio_max_deviation"] > 0
 

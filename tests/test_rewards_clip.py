@@ -121,8 +121,8 @@ def test_any_reward_of_images_scores_videos() -> None:
     video, arguments = images(10).unflatten(0, (2, 5)), (PROMPTS[1:], [{}] * 2)
     by_frame = [build_reward("jpeg_compressibility")(video[:, at], *arguments) for at in (0, 2, 4)]
     got = build_reward("frames", {"reward": "jpeg_compressibility", "frames": 3})(video, *arguments)
-    assert isinstance(got, Tensor)
-    torch.testing.assert_close(got, sum(by_frame) / 3)  # type: ignore[arg-type]
+    assert isinstance(got, dict)
+    torch.testing.assert_close(got["reward"], sum(by_frame) / 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
