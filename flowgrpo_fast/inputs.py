@@ -105,8 +105,6 @@ class Inputs:
             check(config)
         self.agent_loop = agent_loop_class(config.rollout.agent_loop)
         self.algorithm, self.advantage = build_algorithm(config.algorithm), build_advantage(config.algorithm)
-        if config.rollout.agent_loop == "preferences":
-            require_pairs(config, self.algorithm.process, load_prompts(config.data.train, "train"))
         if self.algorithm.process == "forward" and config.rollout.overlap:
             raise ConfigError(
                 f"rollout.overlap: {config.algorithm.name} has no ratio that would correct samples of an older policy; unset it"
@@ -117,6 +115,8 @@ class Inputs:
                 f"rollout.initial_noise = 'group': {config.algorithm.name} samples by the ODE, and all samples of a group would be one; set sample"
             )
         self.train_records = load_prompts(config.data.train, "train")
+        if config.rollout.agent_loop == "preferences":
+            require_pairs(config, self.algorithm.process, self.train_records)
         self.validation_records: list[PromptRecord] = []
         if config.data.validation is not None:
             self.validation_records = load_prompts(config.data.validation, "validation")[
