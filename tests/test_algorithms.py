@@ -288,7 +288,12 @@ def darkness(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]])
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_with_first_ratio_one(name: str, tmp_path: Path) -> None:
     run_config = tiny_config(
-        tmp_path, *TRAINED[name], "trainer.total_steps=2", "data.validation=null", "engine.threads=1"
+        tmp_path,
+        *TRAINED[name],
+        "trainer.total_steps=2",
+        "data.validation=null",
+        "engine.threads=1",
+        "engine.zero_stage=0",
     )
     trainer = Trainer(run_config, Inputs(run_config, 1), CPU)
     trainer.run()

@@ -220,11 +220,11 @@ def one_rank(process_group: None) -> None:
 
 QUICK = ("data.validation=null", "engine.threads=1", "algorithm.train_timesteps=2", "rollout.initial_noise=sample")
 TRAINED: dict[str, tuple[str, ...]] = {
-    "nft": ("algorithm.name=diffusion_nft",),
+    "nft": ("algorithm.name=diffusion_nft", "engine.zero_stage=0"),
     "nft, averaged old policy, LoRA": ("algorithm.name=diffusion_nft", "algorithm.old_policy=linear_to_0_5", "model.train=lora"),
-    "awm": ("algorithm.name=awm", "algorithm.timesteps=schedule", "algorithm.kl_coef=0.1", "algorithm.kl_form=velocity_mse"),
+    "awm": ("algorithm.name=awm", "engine.zero_stage=0", "algorithm.timesteps=schedule", "algorithm.kl_coef=0.1", "algorithm.kl_form=velocity_mse"),
     "awm, several updates": ("algorithm.name=awm", "algorithm.updates_per_rollout=2", "rollout.groups_per_batch=1"),
-    "dpo": ("algorithm.name=dpo", "algorithm.timesteps=logit_normal"),
+    "dpo": ("algorithm.name=dpo", "engine.zero_stage=0", "algorithm.timesteps=logit_normal"),
     "dpo, LoRA, guidance": ("algorithm.name=dpo", "model.train=lora", "rollout.guidance_scale=3.0", "data.negative_prompt=blurry"),
 }  # fmt: skip
 
@@ -245,7 +245,7 @@ def test_offline_pairs(family: str, tmp_path: Path) -> None:
     config_ = tiny_config(
         tmp_path / "run", f"model.family={family}", f"model.path={pipeline_folder(family)}", "algorithm.name=dpo", "algorithm.group_size=2", "algorithm.groups_per_step=2",
         "rollout.agent_loop=preferences", "rollout.groups_per_batch=1", "rollout.max_sequence_length=64", f"data.train={tmp_path / 'pairs.jsonl'}",
-        f"data.validation={tmp_path / 'validation.jsonl'}", "trainer.total_steps=3", "algorithm.train_timesteps=2", "engine.threads=1",
+        f"data.validation={tmp_path / 'validation.jsonl'}", "trainer.total_steps=3", "algorithm.train_timesteps=2", "engine.threads=1", "engine.zero_stage=0",
     )  # fmt: skip
     trainer = run(config_)
     rows_ = read_metrics(tmp_path / "run")
