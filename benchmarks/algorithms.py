@@ -17,7 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.table import ROOT, read
+
 RESULTS = Path(__file__).parent / "results" / "algorithms_cpu.csv"
 FIELDS = ("algorithm", "seed", "steps", "reward_before", "reward_after", "exact_before", "exact_after", "seconds")
 # The ODE from one noise would make a group's samples equal.
@@ -65,11 +66,8 @@ def run(algorithm: str, seed: int, steps: int, folder: Path, extra: Sequence[str
     }
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        return []
-    with path.open() as file:
-        return list(csv.DictReader(file))
+def found(path: Path) -> list[dict[str, str]]:
+    return read(path) if path.is_file() else []
 
 
 def append(path: Path, row: dict[str, object]) -> None:
@@ -110,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = a.algorithms.split(",")
     if unknown := set(names) - ALGORITHMS.keys():
         parser.error(f"--algorithms: there is no {sorted(unknown)[0]!r}; choose from {', '.join(ALGORITHMS)}")
-    there = {(row["algorithm"], row["seed"], row["steps"]) for row in read(a.out)}
+    there = {(row["algorithm"], row["seed"], row["steps"]) for row in found(a.out)}
     for seed in [] if a.table else a.seeds.split(","):
         for name in names:
             if (name, seed, str(a.steps)) in there:
@@ -119,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = run(name, int(seed), a.steps, Path(folder), a.overrides)
             print(row, flush=True)
             append(a.out, row)
-    print(table(read(a.out)))
+    print(table(found(a.out)))
     return 0
 
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.measure import Neighbours, time_all, warn_if_busy
 from benchmarks.table import RESULTS, ROOT, Table
 from flowgrpo_fast.batch import RolloutBatch
-from flowgrpo_fast.config import load_config
+from flowgrpo_fast.config_file import load_config
 from flowgrpo_fast.inputs import sampling_params
 from flowgrpo_fast.models import build_adapter
 from flowgrpo_fast.rollout.base import RolloutRequest

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # The keys of this checkout, whatever is installed.
 sys.path.insert(0, str(ROOT))
 
-from flowgrpo_fast.config import Config, Section, load_config  # noqa: E402
+from flowgrpo_fast.config import Config, Section  # noqa: E402
+from flowgrpo_fast.config_file import load_config  # noqa: E402
 from tests.matrix import ALGORITHMS, BY_ENGINE, FAMILIES  # noqa: E402
 
 INCLUDED = {"readme.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}

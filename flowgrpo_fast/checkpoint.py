@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from flowgrpo_fast import comm
-from flowgrpo_fast.config import Config, ConfigError, load_config
+from flowgrpo_fast.config import Config, ConfigError
+from flowgrpo_fast.config_file import load_config
 from flowgrpo_fast.engine import Engine, stage
 
 # May change on resume: they decide how long and how chatty a run is, where it runs, not what it computes.

@@ -123,7 +123,8 @@ def export_checkpoint(run_dir: Path, step: int | None, out: Path | None, average
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     from flowgrpo_fast.checkpoint import checkpoints
-    from flowgrpo_fast.config import ConfigError, load_config
+    from flowgrpo_fast.config import ConfigError
+    from flowgrpo_fast.config_file import load_config
     from flowgrpo_fast.engine import DTYPES, peft_config
     from flowgrpo_fast.engine.ema import read_average
     from flowgrpo_fast.models import build_adapter

@@ -49,7 +49,7 @@ class ForwardTraining(PairTraining):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         x, noise = self._noised(m)
         v_ref = None
-        if self.needs_reference:
+        if self.algorithm.uses_reference:
             with torch.no_grad(), self.engine.reference_policy() as reference:
                 v_ref = self._at_level(reference, m, x)
         inputs = ForwardInputs(

@@ -26,11 +26,15 @@ def window_config(config: Config) -> WindowConfig:
     return WindowConfig(w.size, window_range, w.scope, w.strategy, shift_every=w.shift_every, shift_by=w.shift_by)
 
 
+def rollout_size(config: Config) -> MediaSize:
+    return MediaSize(config.rollout.height, config.rollout.width, config.rollout.frames)
+
+
 def step_size(config: Config, step: int) -> MediaSize:
     """Of the samples of a training step."""
     r = config.rollout
     if not r.size_buckets:
-        return MediaSize(r.height, r.width, r.frames)
+        return rollout_size(config)
     height, width = r.size_buckets[draw_bucket(config.seed, step, len(r.size_buckets))]
     return MediaSize(height, width, r.frames)
 
@@ -41,7 +45,7 @@ def sampling_params(
     """How training samples are drawn. size: None is rollout.height x width."""
     r = config.rollout
     return SamplingParams(
-        **(size or MediaSize(r.height, r.width, r.frames))._asdict(),
+        **(size or rollout_size(config))._asdict(),
         num_steps=r.num_steps,
         guidance_scale=r.guidance_scale,
         rule=r.rule,
@@ -144,7 +148,7 @@ class Inputs:
         """Batch arithmetic and the rollout's sigmas. Raises ConfigError, for a window outside the schedule too."""
         r = config.rollout
         try:
-            sigmas = adapter.sigmas(r.num_steps, MediaSize(r.height, r.width, r.frames), r.sigmas)
+            sigmas = adapter.sigmas(r.num_steps, rollout_size(config), r.sigmas)
             slots = config.algorithm.train_timesteps
             if self.algorithm.process == "reverse":
                 slots = window_size(window_config(config), sigmas, r.rule, r.noise_level)

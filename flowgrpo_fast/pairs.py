@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast import comm
-from flowgrpo_fast.algorithms import Algorithm, uses_reference
+from flowgrpo_fast.algorithms import Algorithm
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.config import Config
 from flowgrpo_fast.engine import Engine
@@ -84,7 +84,6 @@ class PairTraining(ABC):
         """plan, batch: of this rank, or of its sequence-parallel group (`BatchPlan.shared`, `share_batch`); the samples that are trained on."""
         self.config, self.plan, self.adapter, self.engine, self.algorithm = config, plan, adapter, engine, algorithm
         self.batch, self.text = batch, Text.of(batch)
-        self.needs_reference = uses_reference(config.algorithm)
 
     @abstractmethod
     def begin(self, trusts_rollout: bool) -> None:

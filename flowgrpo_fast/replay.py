@@ -62,7 +62,7 @@ class Replay(PairTraining):
         batch = self.batch
         x = batch.latents[m.samples, m.slots]
         v_ref = None
-        if self.needs_reference:
+        if self.algorithm.uses_reference:
             with torch.no_grad(), self.engine.reference_policy() as reference:
                 v_ref = self._at_step(reference, m, x)
         old: Tensor | None = None

@@ -24,7 +24,8 @@ import time  # noqa: E402
 from datetime import timedelta  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from flowgrpo_fast.config import Config, ConfigError, load_config  # noqa: E402
+from flowgrpo_fast.config import Config, ConfigError  # noqa: E402
+from flowgrpo_fast.config_file import load_config  # noqa: E402
 
 if TYPE_CHECKING:
     from flowgrpo_fast.dashboard import Dashboard

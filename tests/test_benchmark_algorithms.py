@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.algorithms import ALGORITHMS, append, main, read
+from benchmarks.algorithms import ALGORITHMS, append, found, main
 from flowgrpo_fast.algorithms import ADVANTAGES
 from flowgrpo_fast.algorithms import ALGORITHMS as REGISTERED
-from flowgrpo_fast.config import load_config
+from flowgrpo_fast.config_file import load_config
 from flowgrpo_fast.inputs import Inputs
 from tests.tiny import tiny_adapter
 
@@ -32,7 +32,7 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             "algorithm": "awm", "seed": seed, "steps": 40, "reward_before": 0.4, "reward_after": after, "exact_before": 0.1, "exact_after": 0.2,
             "seconds": 60,
         })  # fmt: skip
-    assert len(read(file)) == 2
+    assert len(found(file)) == 2
     # What is there is not run again.
     assert main(["--out", str(file), "--algorithms", "awm", "--seeds", "0,1"]) == 0
     assert "| awm | 2 | 0.400 -> 0.600 | +0.200 (+0.100 to +0.300) | 10.0% -> 20.0% | 60 |" in capsys.readouterr().out

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo_fast.config import Config, ConfigError, load_config, parse_config
+from flowgrpo_fast.config import Config, ConfigError
+from flowgrpo_fast.config_file import load_config, parse_config
 from flowgrpo_fast.plan import batch_plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from flowgrpo_fast.config import Config, load_config
+from flowgrpo_fast.config import Config
+from flowgrpo_fast.config_file import load_config
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flowgrpo_fast"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from flowgrpo_fast import train
-from flowgrpo_fast.config import load_config
+from flowgrpo_fast.config_file import load_config
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.trainer import Trainer

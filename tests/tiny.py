@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowgrpo_fast.config import Config, SigmasConfig, load_config
+from flowgrpo_fast.config import Config, SigmasConfig
+from flowgrpo_fast.config_file import load_config
 from flowgrpo_fast.data.prompts import PromptRecord
 from flowgrpo_fast.models.qwen_image import QwenImageAdapter
 from flowgrpo_fast.rollout.agent_loop import GroupTask, MultiTurnAgentLoop, Turn

@@ -47,7 +47,7 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
 
 def uses_reference(config: AlgorithmConfig) -> bool:
     """Does a run need the network as it was before training?"""
-    return config.kl_coef > 0 or build_algorithm(config).needs_reference
+    return build_algorithm(config).uses_reference
 
 
 def build_advantage(config: AlgorithmConfig) -> Estimator:

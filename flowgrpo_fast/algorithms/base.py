@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.config import AlgorithmConfig, ConfigError
+from flowgrpo_fast.ops import sde_log_prob
 from flowgrpo_fast.schedule import StepCoefficients
 
 
@@ -92,6 +93,11 @@ class Algorithm(ABC):
             )
 
     @property
+    def uses_reference(self) -> bool:
+        """Does a run need the network as it was before training?"""
+        return self.config.kl_coef > 0 or self.needs_reference
+
+    @property
     def strength(self) -> float:
         """algorithm.beta, or this algorithm's own."""
         chosen = self.beta if self.config.beta is None else self.config.beta
@@ -131,24 +137,34 @@ def best_and_worst(advantages: Tensor, group_id: Tensor, valid: Tensor, count: i
     return torch.cat(chosen)
 
 
+def old_velocity(inputs: LossInputs | ForwardInputs) -> Tensor:
+    """Without gradient. On-policy it is the current one."""
+    return inputs.v.detach() if inputs.old_v is None else inputs.old_v
+
+
 def with_reference_kl(
-    loss: Tensor, metrics: dict[str, Tensor], inputs: LossInputs, kl: Tensor | None, config: AlgorithmConfig
+    loss: Tensor, metrics: dict[str, Tensor], inputs: LossInputs, config: AlgorithmConfig, kl: Tensor | None = None
 ) -> Tensor:
-    """loss + kl_coef * mean KL to the reference, with gradient. kl fp32 [N]: the Gaussian one, from `sde_log_prob(v_ref=...)`.
+    """loss + kl_coef * mean KL to the reference, with gradient. kl fp32 [N]: the Gaussian one, from `sde_log_prob(v_ref=...)`, where it is there already.
 
     gaussian       mean((mu - mu_ref)^2) / (2 s^2), the KL of the step
     flow_grpo      mean((mu - mu_ref)^2) / (2 std_dev_t^2): under rule `sde` the KL times -dt (flow_grpo, verl-omni)
     velocity_mse   mean((v - v_ref)^2) (Flow-Factory's v-based form)
     """
-    if inputs.v_ref is None or kl is None or config.kl_coef == 0:
+    i = inputs
+    if i.v_ref is None or config.kl_coef == 0:
         return loss
-    kl = per_element(kl, inputs, config)
-    if config.kl_form == "flow_grpo":
-        kl = kl * (inputs.coef.s / inputs.std_dev).square()
-    elif config.kl_form == "velocity_mse":
-        kl = squared_distance(inputs.v, inputs.v_ref)
+    if config.kl_form == "velocity_mse":
+        kl = squared_distance(i.v, i.v_ref)
+    else:
+        if kl is None:
+            kl = sde_log_prob(i.x, i.v, i.prev, i.coef, v_ref=i.v_ref, reduction=config.log_prob_reduction).kl
+        assert kl is not None
+        kl = per_element(kl, i, config)
+        if config.kl_form == "flow_grpo":
+            kl = kl * (i.coef.s / i.std_dev).square()
     # `where`, not a product: a masked sample's NaN must not reach the sum.
-    mean = torch.where(inputs.mask, kl, 0.0).sum() / inputs.denominator
+    mean = torch.where(i.mask, kl, 0.0).sum() / i.denominator
     metrics["kl"] = mean.detach()
     return loss + config.kl_coef * mean
 

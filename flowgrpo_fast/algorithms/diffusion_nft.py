@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flowgrpo_fast.algorithms.base import Algorithm, ForwardInputs, squared_distance, with_velocity_kl
+from flowgrpo_fast.algorithms.base import Algorithm, ForwardInputs, old_velocity, squared_distance, with_velocity_kl
 from flowgrpo_fast.config import AlgorithmConfig, ConfigError
 
 LEAST_WEIGHT = 1e-5
@@ -32,7 +32,7 @@ class DiffusionNFT(Algorithm):
     def loss(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         c, i, beta = self.config, inputs, self.strength
         assert c.advantage_clip is not None
-        v, old_v = i.v.float(), (i.v.detach() if i.old_v is None else i.old_v).float()
+        v, old_v = i.v.float(), old_velocity(i).float()
         good = ((i.advantage / c.advantage_clip).clamp(-1, 1) + 1) / 2
         entries = good * self._distance(i, old_v + beta * (v - old_v))
         entries = entries + (1 - good) * self._distance(i, old_v - beta * (v - old_v))

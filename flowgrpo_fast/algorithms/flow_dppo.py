@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowgrpo_fast.algorithms.base import Algorithm, LossInputs, per_element, with_reference_kl
+from flowgrpo_fast.algorithms.base import Algorithm, LossInputs, old_velocity, per_element, with_reference_kl
 from flowgrpo_fast.ops import policy_loss, sde_log_prob
 
 NO_CLIP = 1e30
@@ -24,7 +24,7 @@ class FlowDPPO(Algorithm):
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         c, i = self.config, inputs
-        old_v = i.v.detach() if i.old_v is None else i.old_v
+        old_v = old_velocity(i)
         out = sde_log_prob(
             i.x, i.v, i.prev, i.coef, v_ref=old_v, v_old=old_v, form=c.log_prob_form, reduction=c.log_prob_reduction
         )
@@ -49,7 +49,4 @@ class FlowDPPO(Algorithm):
         metrics["kept"] = i.mask.sum().float()
         metrics["dropped_fraction"] = dropped.sum() / i.mask.sum().clamp(min=1)
         metrics["divergence_max"] = torch.where(i.mask, divergence, 0.0).max()
-        kl = None
-        if i.v_ref is not None:
-            kl = sde_log_prob(i.x, i.v, i.prev, i.coef, v_ref=i.v_ref, reduction=c.log_prob_reduction).kl
-        return with_reference_kl(loss, metrics, i, kl, c), out.log_prob.detach(), metrics
+        return with_reference_kl(loss, metrics, i, c), out.log_prob.detach(), metrics

@@ -30,4 +30,4 @@ class FlowGRPO(Algorithm):
             mask=i.mask,
             denominator=i.denominator,
         )
-        return with_reference_kl(loss, metrics, i, out.kl, c), out.log_prob.detach(), metrics
+        return with_reference_kl(loss, metrics, i, c, out.kl), out.log_prob.detach(), metrics

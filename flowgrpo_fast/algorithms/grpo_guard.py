@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flowgrpo_fast.algorithms.base import Algorithm, LossInputs, with_reference_kl
+from flowgrpo_fast.algorithms.base import Algorithm, LossInputs, old_velocity, with_reference_kl
 from flowgrpo_fast.config import AlgorithmConfig, ConfigError
 from flowgrpo_fast.ops import policy_loss, sde_log_prob
 
@@ -30,7 +30,7 @@ class GRPOGuard(Algorithm):
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         c, i = self.config, inputs
-        old_v = i.v.detach() if i.old_v is None else i.old_v
+        old_v = old_velocity(i)
         out = sde_log_prob(i.x, i.v, i.prev, i.coef, v_ref=old_v, v_old=old_v)
         assert out.kl is not None
         assert out.log_ratio is not None
@@ -46,5 +46,4 @@ class GRPOGuard(Algorithm):
             mask=i.mask,
             denominator=i.denominator,
         )
-        kl = None if i.v_ref is None else sde_log_prob(i.x, i.v, i.prev, i.coef, v_ref=i.v_ref).kl
-        return with_reference_kl(loss, metrics, i, kl, c), out.log_prob.detach(), metrics
+        return with_reference_kl(loss, metrics, i, c), out.log_prob.detach(), metrics

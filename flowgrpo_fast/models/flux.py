@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
 from flowgrpo_fast.models.clip_t5 import CLIP_TOKENS, all_tokens, clip_ids, t5_ids
-from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, to_uint8
+from flowgrpo_fast.models.pipeline import PipelineAdapter, decode_kl, encode_kl
 
 PATCH = 2
 
@@ -84,13 +84,9 @@ class FluxAdapter(PipelineAdapter):
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, size: MediaSize) -> Tensor:
-        pixels = from_uint8(images.to(self.device)).to(self.vae.dtype)
-        z = self.vae.encode(pixels).latent_dist.mode().float()
-        z = (z - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+        z = encode_kl(self.vae, images.to(self.device))
         return FluxPipeline._pack_latents(z, *z.shape)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:
-        z = FluxPipeline._unpack_latents(latents, size.height, size.width, self.vae_scale)
-        z = z / self.vae.config.scaling_factor + self.vae.config.shift_factor
-        return to_uint8(self.vae.decode(z.to(self.vae.dtype), return_dict=False)[0])
+        return decode_kl(self.vae, FluxPipeline._unpack_latents(latents, size.height, size.width, self.vae_scale))

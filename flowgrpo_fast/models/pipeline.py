@@ -156,6 +156,31 @@ def too_long(prompt: str, tokens: int, max_length: int) -> ValueError:
     )
 
 
+def padded_tokens(
+    tokenizer: Any, texts: list[str], prompts: list[str], max_length: int, uncounted: int = 0
+) -> PromptTokens:
+    """Right-padded ids of texts, the prompts in their templates. ValueError where one has over max_length tokens beside the `uncounted` ones."""
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    lengths = tokens.attention_mask.sum(1) - uncounted
+    if int(lengths.max()) > max_length:
+        row = int(lengths.argmax())
+        raise too_long(prompts[row], int(lengths[row]), max_length)
+    return PromptTokens(tokens.input_ids, tokens.attention_mask.bool())
+
+
+def encode_kl(vae: Any, images: Tensor) -> Tensor:
+    """uint8 [B, 3, H, W] -> latents fp32 [B, C, h, w] of an AutoencoderKL: the mode, shifted and scaled as the network knows them."""
+    z = vae.encode(from_uint8(images).to(vae.dtype)).latent_dist.mode().float()
+    scaled: Tensor = (z - vae.config.shift_factor) * vae.config.scaling_factor
+    return scaled
+
+
+def decode_kl(vae: Any, latents: Tensor) -> Tensor:
+    """The way back, to uint8 [B, 3, H, W]."""
+    z = latents / vae.config.scaling_factor + vae.config.shift_factor
+    return to_uint8(vae.decode(z.to(vae.dtype), return_dict=False)[0])
+
+
 def latent_statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the channels of a Qwen-Image or Wan VAE, [1, C, 1, 1, 1]."""
     mean, std = (torch.tensor(v, device=device) for v in (vae.config.latents_mean, vae.config.latents_std))

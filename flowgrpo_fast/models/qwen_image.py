@@ -15,7 +15,7 @@ from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import ConfigError
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
 from flowgrpo_fast.models.image_vae import decode_single_frames
-from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, latent_statistics, to_uint8, too_long
+from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, latent_statistics, padded_tokens, to_uint8
 
 # Qwen-Image's own template; the first 34 tokens (everything before the prompt) are dropped after encoding.
 TEMPLATE = (
@@ -70,12 +70,7 @@ class QwenImageAdapter(PipelineAdapter):
         return MediaSize(2 * self.vae_scale * PATCH, 2 * self.vae_scale * PATCH)
 
     def tokenize(self, prompts: list[str], max_length: int) -> PromptTokens:
-        tokens = self.tokenizer([TEMPLATE.format(p) for p in prompts], padding=True, return_tensors="pt")
-        lengths = tokens.attention_mask.sum(1) - TEMPLATE_DROP
-        if int(lengths.max()) > max_length:
-            row = int(lengths.argmax())
-            raise too_long(prompts[row], int(lengths[row]), max_length)
-        return PromptTokens(tokens.input_ids, tokens.attention_mask.bool())
+        return padded_tokens(self.tokenizer, [TEMPLATE.format(p) for p in prompts], prompts, max_length, TEMPLATE_DROP)
 
     @torch.no_grad()
     def encode(self, tokens: PromptTokens) -> PromptEmbeds:

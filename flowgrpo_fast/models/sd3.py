@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, CLIPTextModelWithProjection, T5EncoderMo
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
 from flowgrpo_fast.models.clip_t5 import CLIP_TOKENS, all_tokens, clip_ids, t5_ids
-from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, to_uint8
+from flowgrpo_fast.models.pipeline import PipelineAdapter, decode_kl, encode_kl
 
 
 class SD3Adapter(PipelineAdapter):
@@ -88,11 +88,8 @@ class SD3Adapter(PipelineAdapter):
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, size: MediaSize) -> Tensor:
-        pixels = from_uint8(images.to(self.device)).to(self.vae.dtype)
-        z = self.vae.encode(pixels).latent_dist.mode().float()
-        return (z - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+        return encode_kl(self.vae, images.to(self.device))
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:
-        z = latents / self.vae.config.scaling_factor + self.vae.config.shift_factor
-        return to_uint8(self.vae.decode(z.to(self.vae.dtype), return_dict=False)[0])
+        return decode_kl(self.vae, latents)

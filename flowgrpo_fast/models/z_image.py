@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
-from flowgrpo_fast.models.pipeline import PipelineAdapter, from_uint8, to_uint8, too_long
+from flowgrpo_fast.models.pipeline import PipelineAdapter, decode_kl, encode_kl, padded_tokens
 
 PATCH = 2
 
@@ -64,12 +64,7 @@ class ZImageAdapter(PipelineAdapter):
             )
             for prompt in prompts
         ]
-        tokens = self.tokenizer(chats, padding=True, return_tensors="pt")
-        lengths = tokens.attention_mask.sum(1)
-        if int(lengths.max()) > max_length:
-            row = int(lengths.argmax())
-            raise too_long(prompts[row], int(lengths[row]), max_length)
-        return PromptTokens(tokens.input_ids, tokens.attention_mask.bool())
+        return padded_tokens(self.tokenizer, chats, prompts, max_length)
 
     @torch.no_grad()
     def encode(self, tokens: PromptTokens) -> PromptEmbeds:
@@ -88,11 +83,8 @@ class ZImageAdapter(PipelineAdapter):
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, size: MediaSize) -> Tensor:
-        pixels = from_uint8(images.to(self.device)).to(self.vae.dtype)
-        z = self.vae.encode(pixels).latent_dist.mode().float()
-        return (z - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+        return encode_kl(self.vae, images.to(self.device))
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:
-        z = latents / self.vae.config.scaling_factor + self.vae.config.shift_factor
-        return to_uint8(self.vae.decode(z.to(self.vae.dtype), return_dict=False)[0])
+        return decode_kl(self.vae, latents)

@@ -11,7 +11,8 @@ import asyncio
 import os
 import sys
 
-from flowgrpo_fast.config import ConfigError, load_config
+from flowgrpo_fast.config import ConfigError
+from flowgrpo_fast.config_file import load_config
 
 
 def main(argv: list[str] | None = None) -> int:
