@@ -69,11 +69,11 @@ def recorded() -> Iterator[list[tuple[JITFunction, tuple, dict]]]:
     """Kernels launched inside the block are written down instead."""
     launches: list[tuple[JITFunction, tuple, dict]] = []
     before = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **named: launches.append((self, args, named))  # type: ignore[method-assign]
+    JITFunction.run = lambda self, *args, grid, warmup, **named: launches.append((self, args, named))
     try:
         yield launches
     finally:
-        JITFunction.run = before  # type: ignore[method-assign]
+        JITFunction.run = before
 
 
 def variants() -> Iterator[tuple[str, Callable[[], Any]]]:

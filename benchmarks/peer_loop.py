@@ -34,6 +34,7 @@ from benchmarks import rivals
 from flowgrpo_fast import comm
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.models.base import PromptEmbeds
+from flowgrpo_fast.models.pipeline import PipelineAdapter
 from flowgrpo_fast.ops import STREAM_INITIAL, STREAM_SDE, NoiseKey, philox_normal
 from flowgrpo_fast.profile import span
 from flowgrpo_fast.trainer import Trainer
@@ -78,7 +79,9 @@ class PeerLoop:
 
     def __init__(self, trainer: Trainer, batch: int) -> None:
         self.trainer, self.batch = trainer, batch
-        self.adapter, self.engine, self.config = trainer.adapter, trainer.engine, trainer.config
+        self.engine, self.config = trainer.engine, trainer.config
+        assert isinstance(trainer.adapter, PipelineAdapter)
+        self.adapter = trainer.adapter
         self.window, self.sigmas = trainer.plan.slots, trainer.sigmas
 
     def job(self, step: int) -> Job:

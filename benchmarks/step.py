@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from benchmarks.measure import Neighbours, warn_if_busy
 from benchmarks.peer_loop import Job, Outcome, PeerLoop
 from benchmarks.table import RESULTS, ROOT, Table, device_name
 from flowgrpo_fast import comm, profile
-from flowgrpo_fast.config import Config, parse_config
+from flowgrpo_fast.config import Config
+from flowgrpo_fast.config_file import parse_config
 from flowgrpo_fast.engine import Engine, local_device, remove_shared_buffer
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.models.glyphs import TEXT_WIDTH, build_pipeline
@@ -317,11 +319,16 @@ class Record:
     log_prob_differences: list[float] = field(default_factory=list)
 
 
+def theirs(peer: PeerLoop, step: int, job: Job) -> Outcome:
+    return peer.step(job)
+
+
 def take_turns(trainer: OurLoop, case: Case) -> dict[str, Record]:
     """The first step of each is not timed, the last is for the spans."""
     peers = {str(batch): PeerLoop(trainer, batch) for batch in case.peer_batches}
     runs: dict[str, Callable[[int, Job], Outcome]] = {OURS: lambda step, job: trainer.one(step)}
-    runs |= {name: lambda step, job, peer=peer: peer.step(job) for name, peer in peers.items()}
+    for name, peer in peers.items():
+        runs[name] = partial(theirs, peer)
     records = {name: Record() for name in runs}
     names = list(runs)
     for step in range(case.alternations + 2):

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The keys of this checkout, whatever is installed.
 sys.path.insert(0, str(ROOT))
 
-from flowgrpo_fast.config import Config, Section  # noqa: E402
+from flowgrpo_fast.config import Config, RewardConfig, Section  # noqa: E402
 from flowgrpo_fast.config_file import load_config  # noqa: E402
 from tests.matrix import ALGORITHMS, BY_ENGINE, FAMILIES  # noqa: E402
 
@@ -257,7 +257,7 @@ def changed(path: Path) -> dict[str, Any]:
     values, defaults = (flat(c.model_dump()) for c in (load_config(path), Config.model_validate(required)))
     found = {key: value for key, value in values.items() if value != defaults.get(key)}
     if "rewards" in found:
-        plain = {name: field.default for name, field in subsection(Config.model_fields["rewards"]).model_fields.items()}
+        plain = {name: field.default for name, field in RewardConfig.model_fields.items()}
         found["rewards"] = [{k: v for k, v in reward.items() if v != plain[k]} for reward in found["rewards"]]
     return found
 

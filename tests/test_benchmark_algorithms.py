@@ -30,12 +30,14 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for seed, after in enumerate((0.5, 0.7)):
         append(file, {
             "algorithm": "awm", "seed": seed, "steps": 40, "reward_before": 0.4, "reward_after": after, "exact_before": 0.1, "exact_after": 0.2,
-            "seconds": 60,
+            "seconds": 60, "cpu_seconds": 90,
         })  # fmt: skip
     assert len(found(file)) == 2
     # What is there is not run again.
     assert main(["--out", str(file), "--algorithms", "awm", "--seeds", "0,1"]) == 0
-    assert "| awm | 2 | 0.400 -> 0.600 | +0.200 (+0.100 to +0.300) | 10.0% -> 20.0% | 60 |" in capsys.readouterr().out
+    assert (
+        "| awm | 2 | 0.400 -> 0.600 | +0.200 (+0.100 to +0.300) | 10.0% -> 20.0% | 60 | 90 |" in capsys.readouterr().out
+    )
     with pytest.raises(SystemExit):
         main(["--algorithms", "nothing"])
     assert "there is no 'nothing'; choose from flow_grpo" in capsys.readouterr().err
