@@ -37,7 +37,7 @@ PER_SAMPLE = (
     "images",
     "videos",
 )
-PER_PROMPT = ("prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds")
+PER_PROMPT = ("prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds", "prompt_image_latents")
 NEGATIVE = ("negative_prompt_embeds", "negative_prompt_embeds_mask", "negative_pooled_prompt_embeds")
 INTEGERS = ("policy_version", "height", "width", "frames")
 EXPECTED_DTYPE = {
@@ -81,6 +81,7 @@ class RolloutBatch:
     negative_prompt_embeds: Tensor | None = None  # [P, L', E], or [1, L', E] shared by all
     negative_prompt_embeds_mask: Tensor | None = None  # [P or 1, L'] bool
     negative_pooled_prompt_embeds: Tensor | None = None  # [P or 1, E']
+    prompt_image_latents: Tensor | None = None  # [P, N, C] fp32, tokens of the images to be edited
     old_v: Tensor | None = None  # [B, W, ...] the velocity that made each step, only for algorithms that read it
     images: Tensor | None = None  # [B, 3, H, W] uint8; for rewards, not for the trainer
     videos: Tensor | None = None  # [B, F, 3, H, W] uint8
@@ -158,7 +159,7 @@ class RolloutBatch:
             elif name in PER_SAMPLE:
                 joined[name] = torch.cat(values)
             elif name in PER_PROMPT:
-                joined[name] = torch.cat(_pad_text(values) if values[0].dim() > 1 and "pooled" not in name else values)
+                joined[name] = torch.cat(_pad_text(values) if name.startswith("prompt_embeds") else values)
         joined |= _concat_negative(batches)
         return replace(first, **joined)
 

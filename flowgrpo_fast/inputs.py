@@ -98,6 +98,15 @@ def require_pairs(config: Config, process: str, records: list[PromptRecord]) -> 
                 )
 
 
+def require_images(records: list[PromptRecord], family: str) -> None:
+    for record in records:
+        if record.image is None or not Path(record.image).expanduser().is_file():
+            raise ConfigError(
+                f"prompt {record.index} ({record.prompt[:60]!r}) has image {record.image!r}, which is no file (a relative path counts from {Path.cwd()}):"
+                f' {family} edits images; write the path of one beside each prompt, {{"prompt": ..., "image": ...}}'
+            )
+
+
 class Inputs:
     """Everything that can be checked before a model is loaded. Raises ConfigError or PromptFileError."""
 
@@ -126,6 +135,8 @@ class Inputs:
             self.validation_records = load_prompts(config.data.validation, "validation")[
                 : config.validation.num_prompts
             ]
+        if adapter_class(config.model.family).edits:
+            require_images(self.train_records + self.validation_records, config.model.family)
         if 0 < len(self.validation_records) < world_size:
             raise ConfigError(
                 f"{len(self.validation_records)} validation prompts for {world_size} ranks: raise validation.num_prompts to at least {world_size}"

@@ -45,7 +45,10 @@ class Text:
             if values is None:
                 return None
             return PromptEmbeds(
-                values, tuple(int(n) for n in mask.sum(1).cpu()), getattr(batch, f"{prefix}pooled_prompt_embeds")
+                values,
+                tuple(int(n) for n in mask.sum(1).cpu()),
+                getattr(batch, f"{prefix}pooled_prompt_embeds"),
+                None if prefix else batch.prompt_image_latents,
             )
 
         positive = embeds("")

@@ -7,6 +7,9 @@ FAMILIES = {
     "sd3": "Stable Diffusion 3 and 3.5",
     "flux": "FLUX.1-dev",
     "z_image": "Z-Image",
+    "qwen_image_edit": "Qwen-Image-Edit",
+    "qwen_image_edit_plus": "Qwen-Image-Edit-Plus, one image",
+    "flux_kontext": "FLUX.1 Kontext",
     "wan": "Wan 2.1",
 }
 # How the tiny pipeline of each is sampled: guidance as its users do.
@@ -15,6 +18,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "sd3": ("rollout.guidance_scale=4.5",),
     "flux": ("rollout.guidance_scale=3.5",),
     "z_image": ("rollout.guidance_scale=3.0",),
+    "qwen_image_edit": ("rollout.guidance_scale=4.0",),
+    "qwen_image_edit_plus": ("rollout.guidance_scale=4.0",),
+    "flux_kontext": ("rollout.guidance_scale=2.5",),
     "wan": ("rollout.guidance_scale=4.0", "rollout.height=32", "rollout.width=48", "rollout.frames=5"),
 }
 ALGORITHMS: dict[str, tuple[str, ...]] = {

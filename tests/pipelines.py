@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     WanPipeline,
@@ -22,12 +25,13 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3Model,
     T5Config,
@@ -36,8 +40,9 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from flowgrpo_fast.models.glyphs import build_tokenizer
+from flowgrpo_fast.models.glyphs import build_pipeline, build_tokenizer
 from tests.tiny import tiny_pipeline
 
 WIDTH = 32  # of every text encoder
@@ -147,9 +152,39 @@ def z_image() -> ZImagePipeline:
     )  # fmt: skip
 
 
+def flux_kontext() -> FluxKontextPipeline:
+    return FluxKontextPipeline(**{k: v for k, v in flux().components.items() if v is not None})
+
+
+# Qwen's own cut of the editing template: 64 tokens before the image.
+EDIT_WORDS = [
+    " key", " features", " input", " (", "color", " objects", " background", "),", " then", " explain", " how", " user", "'s", " instruction", " should",
+    " alter", " or", " modify", " Generate", " a", " new", " that", " meets", " requirements", " while", " maintaining", " consistency", " with", " original",
+    " where", " appropriate",
+]  # fmt: skip
+
+
+def qwen_image_edit() -> QwenImagePipeline:
+    """Without the processor, which wants torchvision; `pipeline_folder` adds its image half."""
+    pipe = build_pipeline("tiny")
+    tokenizer = pipe.tokenizer
+    special = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in special], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in EDIT_WORDS])
+    config = copy.deepcopy(pipe.text_encoder.config)
+    config.text_config.vocab_size = len(tokenizer)
+    config.vision_start_token_id, config.image_token_id, config.vision_end_token_id = tokenizer.convert_tokens_to_ids(
+        special
+    )
+    pipe.text_encoder = Qwen2_5_VLForConditionalGeneration(config)
+    return pipe
+
+
 BUILDERS: dict[str, Callable[[], Any]] = {
     "sd3": sd3,
     "flux": flux,
+    "flux_kontext": flux_kontext,
+    "qwen_image_edit": qwen_image_edit,
     "wan": wan,
     "z_image": z_image,
     "wan-2.2-ti2v": functools.partial(wan, expand_timesteps=True),
@@ -161,6 +196,8 @@ def pipeline_folder(name: str) -> Path:
     """Built once per test process."""
     if name == "qwen_image":
         return tiny_pipeline()
+    if name == "qwen_image_edit_plus":
+        return pipeline_folder("qwen_image_edit")
     folder = Path(tempfile.mkdtemp(prefix=f"flowgrpo_fast_{name}_"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -172,4 +209,6 @@ def pipeline_folder(name: str) -> Path:
                     if parameter.dim() > 1:
                         torch.nn.init.normal_(parameter, std=0.8 / parameter[0].numel() ** 0.5)
     pipeline.save_pretrained(folder)
+    if name == "qwen_image_edit":
+        Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
     return folder

@@ -17,12 +17,12 @@ from flowgrpo_fast import engine as engine_package
 from flowgrpo_fast.algorithms import ForwardInputs, build_algorithm
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import AlgorithmConfig, ConfigError
+from flowgrpo_fast.data.images import load_image
 from flowgrpo_fast.engine.ema import OLD_POLICY_DECAY
 from flowgrpo_fast.forward import noise_levels
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.models.qwen_image import QwenImageAdapter
-from flowgrpo_fast.rollout.preferences import load_image
 from flowgrpo_fast.schedule import make_sigmas
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
@@ -21,11 +23,21 @@ def one_rank(process_group: None) -> None:
     settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
 
 
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an image each, for the families that edit."""
+    folder = tmp_path_factory.mktemp("prompts")
+    Image.new("RGB", (64, 64), "teal").save(folder / "image.png")
+    rows = [{"prompt": f"draw {word}", "image": str(folder / "image.png")} for word in ("a cat", "a dog")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "prompts.jsonl"
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step(family: str, algorithm: str, tmp_path: Path) -> None:
+def test_a_step(family: str, algorithm: str, prompts: Path, tmp_path: Path) -> None:
     config = tiny_config(
-        tmp_path, f"model.family={family}", f"model.path={pipeline_folder(family)}", "model.train=lora", "model.lora.rank=2", "data.validation=null",
+        tmp_path, f"data.train={prompts}", f"model.family={family}", f"model.path={pipeline_folder(family)}", "model.train=lora", "model.lora.rank=2", "data.validation=null",
         "data.negative_prompt=blurry", "rollout.max_sequence_length=64", "rollout.groups_per_batch=1", "algorithm.groups_per_step=2", "trainer.total_steps=1",
         "algorithm.train_timesteps=2", "engine.threads=1", "engine.zero_stage=0", *SETTINGS[family], *ALGORITHMS[algorithm],
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from flowgrpo_fast import train
 from flowgrpo_fast.config_file import load_config
@@ -31,11 +32,11 @@ def one_rank(process_group: None) -> None:
 
 @pytest.fixture
 def inputs(tmp_path: Path, recipe: Path) -> list[str]:
-    """What a user gives: the model, prompts, and where the rewards' models are."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "".join(json.dumps({"prompt": f'the word "{w}"', "text": w}) + "\n" for w in ("one", "two", "six"))
-    )
+    """What a user gives: the model, prompts, images to edit, and where the rewards' models are."""
+    prompts, image = tmp_path / "prompts.jsonl", tmp_path / "image.png"
+    Image.new("RGB", (64, 64), "teal").save(image)
+    rows = [{"prompt": f'the word "{w}"', "text": w, "image": str(image)} for w in ("one", "two", "six")]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(recipe, ["model.path=x", "data.train=x"])
     given = [
         f"model.path={pipeline_folder(config.model.family)}",

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +242,17 @@ def test_a_judge_sees_some_frames_of_a_video(judge: tuple[str, list[dict[str, An
     shown = videos[0, [0, 4, 8]].float().mean() / 255
     assert float(scores[0]) == pytest.approx(float(shown), abs=1e-3)
     assert len(requests[0]["messages"][0]["content"]) == 4
+
+
+def test_a_judge_of_an_edit_sees_both_images(judge: tuple[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    url, requests = judge
+    before = torch.full((3, 8, 12), 100, dtype=torch.uint8)
+    Image.fromarray(before.permute(1, 2, 0).numpy()).save(tmp_path / "before.png")
+    VlmJudge(url, "m")(images(), ["make it blue"] * 3, [{"image": str(tmp_path / "before.png")}] * 3)
+    *shown, text = requests[0]["messages"][0]["content"]
+    first = Image.open(io.BytesIO(base64.b64decode(shown[0]["image_url"]["url"].partition(",")[2])))
+    assert (len(shown), first.size, first.getpixel((0, 0))) == (2, (12, 8), (100, 100, 100))
+    assert "edited as follows: make it blue" in text["text"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,10 @@ from flowgrpo_fast.registry import load_named
 
 FAMILIES = {
     "flux": "flowgrpo_fast.models.flux:FluxAdapter",
+    "flux_kontext": "flowgrpo_fast.models.flux_kontext:FluxKontextAdapter",
     "qwen_image": "flowgrpo_fast.models.qwen_image:QwenImageAdapter",
+    "qwen_image_edit": "flowgrpo_fast.models.qwen_image_edit:QwenImageEditAdapter",
+    "qwen_image_edit_plus": "flowgrpo_fast.models.qwen_image_edit:QwenImageEditPlusAdapter",
     "sd3": "flowgrpo_fast.models.sd3:SD3Adapter",
     "wan": "flowgrpo_fast.models.wan:WanAdapter",
     "z_image": "flowgrpo_fast.models.z_image:ZImageAdapter",

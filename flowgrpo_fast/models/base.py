@@ -20,27 +20,31 @@ Guidance = Literal["negative", "embedded"]
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Template and prompt, right-padded: input_ids int64 [P, L], mask bool [P, L]. A family with several tokenizers has their ids one after another."""
+    """Template and prompt, right-padded: input_ids int64 [P, L], mask bool [P, L]. A family with several tokenizers has their ids one after another.
+    images uint8 [P, 3, H, W]: what is to be edited, for families that do."""
 
     input_ids: Tensor
     mask: Tensor
+    images: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class PromptEmbeds:
     """One row per prompt, right-padded: embeds [P, L, E]; the text lengths on the host, so that no forward waits for the device
-    to learn whether it needs a mask; pooled [P, E'] where the family has it."""
+    to learn whether it needs a mask; pooled [P, E'] where the family has it; image_latents fp32 [P, N, C]: tokens of the image to be edited."""
 
     embeds: Tensor
     lengths: tuple[int, ...]
     pooled: Tensor | None = None
+    image_latents: Tensor | None = None
 
     def rows(self, index: Sequence[int]) -> PromptEmbeds:
         """Rows `index`, trimmed to their longest text: the length that they had in a forward of their own."""
         at = torch.tensor(index, device=self.embeds.device)
         lengths = tuple(self.lengths[i] for i in index)
         pooled = None if self.pooled is None else self.pooled[at]
-        return PromptEmbeds(self.embeds[at, : max(lengths)], lengths, pooled)
+        image_latents = None if self.image_latents is None else self.image_latents[at]
+        return PromptEmbeds(self.embeds[at, : max(lengths)], lengths, pooled, image_latents)
 
     def padded(self, multiple: int) -> PromptEmbeds:
         """Padded to a length that divides by `multiple`: sequence-parallel ranks hold equal parts of the text."""
@@ -50,7 +54,8 @@ class PromptEmbeds:
     def repeated(self, times: int) -> PromptEmbeds:
         """A single row for `times` samples, without a copy."""
         pooled = None if self.pooled is None else self.pooled.expand(times, -1)
-        return PromptEmbeds(self.embeds.expand(times, -1, -1), self.lengths * times, pooled)
+        image_latents = None if self.image_latents is None else self.image_latents.expand(times, -1, -1)
+        return PromptEmbeds(self.embeds.expand(times, -1, -1), self.lengths * times, pooled, image_latents)
 
     def mask(self) -> Tensor:
         """bool [P, L], True at text."""
@@ -63,13 +68,19 @@ class PromptEmbeds:
 
 
 def join_branches(positive: PromptEmbeds, negative: PromptEmbeds) -> PromptEmbeds:
-    """Both CFG branches for one forward: [2B, L, E], positive first, padded to the longer text."""
+    """Both CFG branches for one forward: [2B, L, E], positive first, padded to the longer text. Both edit the same image."""
     length = max(positive.embeds.shape[1], negative.embeds.shape[1])
     embeds = [F.pad(e, (0, 0, 0, length - e.shape[1])) for e in (positive.embeds, negative.embeds)]
     pooled = (
         None if positive.pooled is None or negative.pooled is None else torch.cat([positive.pooled, negative.pooled])
     )
-    return PromptEmbeds(torch.cat(embeds), positive.lengths + negative.lengths, pooled)
+    image = positive.image_latents
+    return PromptEmbeds(
+        torch.cat(embeds),
+        positive.lengths + negative.lengths,
+        pooled,
+        None if image is None else torch.cat([image, image]),
+    )
 
 
 class ModelAdapter(Protocol):
@@ -79,6 +90,8 @@ class ModelAdapter(Protocol):
     pipeline_class: ClassVar[Any]
     """diffusers' pipeline: exports are in its formats."""
     guidance: ClassVar[Guidance]
+    edits: ClassVar[bool]
+    """Takes an image beside each prompt."""
     path: Path
     device: torch.device
     dtype: torch.dtype

@@ -29,6 +29,7 @@ class PipelineAdapter(ABC):
     guidance: ClassVar[Guidance] = "negative"
     rescales: ClassVar[bool] = False
     """Guidance keeps the norm of each token of the branch with the prompt."""
+    edits: ClassVar[bool] = False
     pooled_width: int | None = None
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -114,7 +115,8 @@ class PipelineAdapter(ABC):
         prompt = positive
         if negative is not None:
             x, sigma, prompt = torch.cat([x, x]), torch.cat([sigma, sigma]), join_branches(positive, negative)
-        v = self.predict(transformer, self.network_inputs(x, sigma, prompt, guidance_scale, size))
+        # The tokens of an image to be edited follow those of x.
+        v = self.predict(transformer, self.network_inputs(x, sigma, prompt, guidance_scale, size))[:, : x.shape[1]]
         if negative is None:
             return v
         v_pos, v_neg = v.chunk(2)

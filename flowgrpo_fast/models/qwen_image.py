@@ -32,6 +32,10 @@ class QwenImageAdapter(PipelineAdapter):
     transformer_class = QwenImageTransformer2DModel
     vae_class = AutoencoderKLQwenImage
     rescales = True
+    template: ClassVar[str] = TEMPLATE
+    template_drop: ClassVar[int] = TEMPLATE_DROP
+    template_head: ClassVar[str] = TEMPLATE.partition("{}")[0]
+    """What of it is dropped."""
     lora_target_modules: ClassVar[list[str]] = [
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
@@ -42,10 +46,10 @@ class QwenImageAdapter(PipelineAdapter):
         self.tokenizer = Qwen2Tokenizer.from_pretrained(path / "tokenizer")
         self.tokenizer.padding_side = "right"
         self.vae_scale = 2 ** len(self.vae_config["temperal_downsample"])
-        head = self.tokenizer(TEMPLATE.partition("{}")[0]).input_ids
-        if len(head) != TEMPLATE_DROP:
+        head = self.tokenizer(self.template_head).input_ids
+        if len(head) != self.template_drop:
             raise ConfigError(
-                f"model.path: the tokenizer of {path} gives {len(head)} tokens for Qwen-Image's template, the model drops {TEMPLATE_DROP};"
+                f"model.path: the tokenizer of {path} gives {len(head)} tokens for Qwen-Image's template, the model drops {self.template_drop};"
                 " this is not Qwen-Image's tokenizer"
             )
 
@@ -70,15 +74,20 @@ class QwenImageAdapter(PipelineAdapter):
         return MediaSize(2 * self.vae_scale * PATCH, 2 * self.vae_scale * PATCH)
 
     def tokenize(self, prompts: list[str], max_length: int) -> PromptTokens:
-        return padded_tokens(self.tokenizer, [TEMPLATE.format(p) for p in prompts], prompts, max_length, TEMPLATE_DROP)
+        return padded_tokens(
+            self.tokenizer, [self.template.format(p) for p in prompts], prompts, max_length, self.template_drop
+        )
 
     @torch.no_grad()
     def encode(self, tokens: PromptTokens) -> PromptEmbeds:
         ids, mask = tokens.input_ids.to(self.device), tokens.mask.to(self.device)
         # The inner model's last hidden state is what the pipeline reads as hidden_states[-1], without the vocabulary projection.
         hidden = self.text_encoder.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-        lengths = tuple(int(n) - TEMPLATE_DROP for n in tokens.mask.sum(1))
-        return PromptEmbeds(hidden[:, TEMPLATE_DROP:] * mask[:, TEMPLATE_DROP:, None], lengths)
+        return self.without_template(hidden, mask)
+
+    def without_template(self, hidden: Tensor, mask: Tensor) -> PromptEmbeds:
+        kept = mask[:, self.template_drop :]
+        return PromptEmbeds(hidden[:, self.template_drop :] * kept[..., None], tuple(int(n) for n in kept.sum(1).cpu()))
 
     def network_inputs(
         self, x: Tensor, sigma: Tensor, prompt: PromptEmbeds, guidance_scale: float, size: MediaSize

@@ -1,4 +1,7 @@
-"""A vision-language model as judge, behind any OpenAI-compatible server (`vllm serve MODEL`): it sees the image, is asked a question, and its answer holds a number."""
+"""A vision-language model as judge, behind any OpenAI-compatible server (`vllm serve MODEL`): it sees the image, is asked a question, and its answer holds a number.
+
+Of an edited image it is first shown the one that was to be edited (`image` of the prompt).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo_fast.data.images import read_image
 from flowgrpo_fast.rewards.base import register_reward
 from flowgrpo_fast.rewards.frames import spread_frames
 from flowgrpo_fast.rewards.http import png, post
@@ -20,6 +24,11 @@ from flowgrpo_fast.rewards.http import png, post
 QUESTION = (
     "How well does this image show the following? {prompt}\n"
     "Answer with one number from 0 (not at all) to 10 (perfectly), and nothing else."
+)
+EDIT_QUESTION = (
+    "The first image was to be edited as follows: {prompt}\n"
+    "The second is the result. How well does it follow the instruction and leave the rest as it was?"
+    " Answer with one number from 0 (not at all) to 10 (perfectly), and nothing else."
 )
 
 # "8", "8/10", "Score: 8 out of 10." and "**8**"; not the 10 of those, and nothing of "8-9" or "7 (of ten)".
@@ -30,7 +39,7 @@ NUMBER_AT_THE_END = r"(?:^|[\s:*])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?[\s
 class VlmJudge:
     """reward = (number - low) / (high - low), from 0 to 1; NaN, a sample without a score, where the answer ends in no number, or in one outside.
 
-    question: `{prompt}` and the fields of the sample's metadata are filled in. pattern: a regular expression whose first group is the number; the
+    question: by default QUESTION, or EDIT_QUESTION; `{prompt}` and the fields of the sample's metadata are filled in. pattern: a regular expression whose first group is the number; the
     last match counts, so a judge may think aloud first. By default the number at the end of the answer. Videos: `frames` of them, evenly spaced, in one message. The key is read from $`api_key_env`.
     """
 
@@ -38,7 +47,7 @@ class VlmJudge:
         self,
         url: str,
         model: str,
-        question: str = QUESTION,
+        question: str | None = None,
         pattern: str = NUMBER_AT_THE_END,
         low: float = 0.0,
         high: float = 10.0,
@@ -68,9 +77,13 @@ class VlmJudge:
 
     def _score(self, image: Tensor, prompt: str, metadata: dict[str, Any]) -> float:
         shown, _ = spread_frames(image[None], self.frames)
-        urls = [f"data:image/png;base64,{base64.b64encode(png(frame)).decode()}" for frame in shown]
+        files = [png(frame) for frame in shown]
+        if source := metadata.get("image"):
+            files.insert(0, png(read_image(source)))
+        question = self.question or (EDIT_QUESTION if source else QUESTION)
+        urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        content.append({"type": "text", "text": self.question.format(**{**metadata, "prompt": prompt})})
+        content.append({"type": "text", "text": question.format(**{**metadata, "prompt": prompt})})
         request = {
             "model": self.model,
             "messages": [{"role": "user", "content": content}],

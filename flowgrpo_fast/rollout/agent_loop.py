@@ -13,13 +13,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.config import ConfigError, SigmasConfig
+from flowgrpo_fast.data.images import load_image
 from flowgrpo_fast.data.prompts import PromptRecord
 from flowgrpo_fast.models.base import ModelAdapter, PromptTokens
 from flowgrpo_fast.registry import load_named
@@ -127,8 +128,12 @@ class AgentContext:
     negative_prompt: str | None
     sigmas: SigmasConfig
 
-    def tokenize(self, prompt: str) -> PromptTokens:
-        return self.adapter.tokenize([prompt], self.max_sequence_length)
+    def tokenize(self, prompt: str, image: str | None = None) -> PromptTokens:
+        """image: a file, for families that edit."""
+        tokens = self.adapter.tokenize([prompt], self.max_sequence_length)
+        if image is None or not self.adapter.edits:
+            return tokens
+        return replace(tokens, images=load_image(image, self.queue.sampling.media_size)[None])
 
 
 class AgentLoop(ABC):
@@ -150,8 +155,8 @@ class AgentLoop(ABC):
         guided = c.adapter.needs_negative(c.queue.sampling.guidance_scale) and negative is not None
         request = RolloutRequest(
             group_id=int(task.group_id[turn]),
-            tokens=c.tokenize(prompt),
-            negative_tokens=c.tokenize(negative) if guided and negative is not None else None,
+            tokens=c.tokenize(prompt, task.record.image),
+            negative_tokens=c.tokenize(negative, task.record.image) if guided and negative is not None else None,
             sample_id=task.sample_id[turn],
             window_start=task.window_start[turn],
         )

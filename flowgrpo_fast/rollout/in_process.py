@@ -140,6 +140,7 @@ class InProcessRollout:
             videos=media if media.dim() == 5 else None,
             old_v=trajectory.old_v,
             pooled_prompt_embeds=positive.pooled,
+            prompt_image_latents=positive.image_latents,
             negative_prompt_embeds=None if negative is None else negative.embeds.contiguous(),
             negative_prompt_embeds_mask=None if negative is None else negative.mask(),
             negative_pooled_prompt_embeds=None if negative is None else negative.pooled,
@@ -169,7 +170,8 @@ class InProcessRollout:
         tokens = [r.negative_tokens for r in requests if r.negative_tokens is not None]
         if len(tokens) != len(requests):
             raise ValueError("guidance_scale > 1 needs a negative prompt in every request")
-        if any(not torch.equal(t.input_ids, tokens[0].input_ids) for t in tokens):
+        # A family that edits encodes it together with each prompt's own image.
+        if tokens[0].images is not None or any(not torch.equal(t.input_ids, tokens[0].input_ids) for t in tokens):
             return self.adapter.encode(stack_tokens(tokens))
         if self._negative is None or not torch.equal(self._negative[0].input_ids, tokens[0].input_ids):
             self._negative = (tokens[0], self.adapter.encode(tokens[0]))
@@ -184,4 +186,5 @@ def stack_tokens(parts: Sequence[PromptTokens]) -> PromptTokens:
     for i, part in enumerate(parts):
         n = part.input_ids.shape[1]
         ids[i, :n], mask[i, :n] = part.input_ids[0], part.mask[0]
-    return PromptTokens(ids, mask)
+    images = [part.images for part in parts if part.images is not None]
+    return PromptTokens(ids, mask, torch.cat(images) if images else None)

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
-from torch import Tensor
 
-from flowgrpo_fast.batch import MediaSize, RolloutBatch
+from flowgrpo_fast.batch import RolloutBatch
+from flowgrpo_fast.data.images import load_image
 from flowgrpo_fast.rewards import RewardResult
 from flowgrpo_fast.rollout.agent_loop import GroupTask, SingleTurnAgentLoop, Turn
 
@@ -33,7 +30,7 @@ class PreferenceLoop(SingleTurnAgentLoop):
         size = c.queue.sampling.media_size
         files = [str(task.record.metadata[key]) for key in KEYS]
         images = torch.stack(await asyncio.gather(*(asyncio.to_thread(load_image, file, size) for file in files)))
-        text = c.adapter.encode(c.tokenize(task.record.prompt))
+        text = c.adapter.encode(c.tokenize(task.record.prompt, task.record.image))
         two = torch.zeros(2, dtype=torch.int64)
         batch = RolloutBatch(
             latents=c.adapter.encode_images(images, size)[:, None].contiguous(),
@@ -47,6 +44,7 @@ class PreferenceLoop(SingleTurnAgentLoop):
             prompt_embeds=text.embeds.contiguous(),
             prompt_embeds_mask=text.mask(),
             pooled_prompt_embeds=text.pooled,
+            prompt_image_latents=text.image_latents,
             policy_version=c.queue.policy_version,
             images=images,
             **size._asdict(),
@@ -55,13 +53,3 @@ class PreferenceLoop(SingleTurnAgentLoop):
         preferred = torch.stack([c.rewards.weights.sign().clamp(min=0), -c.rewards.weights.sign().clamp(max=0)])
         batch = replace(batch.to(c.adapter.device), images=images)
         return [Turn(task.record.prompt, batch.validate(), RewardResult(preferred, two == 0, {}, []))]
-
-
-def load_image(file: str, size: MediaSize) -> Tensor:
-    """uint8 [3, H, W]: scaled to cover the size, centre-cropped."""
-    try:
-        with Image.open(Path(file).expanduser()) as opened:
-            picture = ImageOps.fit(opened.convert("RGB"), (size.width, size.height), Image.Resampling.LANCZOS)
-    except OSError as error:
-        raise ValueError(f"{file} is not an image that can be read: {error}") from error
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()

@@ -1,0 +1,98 @@
+"""Qwen-Image-Edit and Edit-Plus: Qwen-Image that edits. The text encoder sees the image beside the prompt; its latents follow those of the sample.
+
+The image is brought to the size of the samples; the pipelines bring it to a megapixel: the same at rollout.height x width of that area. Edit-Plus shows its text encoder
+384 x 384 pixels at most; one image a prompt. As in diffusers 0.40, the text encoder counts the image's tokens in one dimension (no mm_token_type_ids are handed over).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+from PIL import Image
+from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from flowgrpo_fast.batch import MediaSize
+from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
+from flowgrpo_fast.models.qwen_image import QwenImageAdapter
+
+SYSTEM = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, background), then explain how the user's text"
+    " instruction should alter or modify the image. Generate a new image that meets the user's requirements while maintaining consistency with the original"
+    " input where appropriate.<|im_end|>\n<|im_start|>user\n"
+)
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+END = "{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class QwenImageEditAdapter(QwenImageAdapter):
+    family = "qwen_image_edit"
+    pipeline_class = QwenImageEditPipeline
+    edits = True
+    template = SYSTEM + PICTURE + END
+    template_drop = 64
+    template_head = SYSTEM
+    seen_area: ClassVar[int | None] = None
+    """Pixels that the text encoder sees; None: as they are."""
+
+    @cached_property
+    def image_processor(self) -> Qwen2VLImageProcessorPil:
+        return Qwen2VLImageProcessorPil.from_pretrained(self.path / "processor")
+
+    @torch.no_grad()
+    def encode(self, tokens: PromptTokens) -> PromptEmbeds:
+        """[P, vision and text tokens, E]. Without images, as Qwen-Image."""
+        if tokens.images is None:
+            return super().encode(tokens)
+        size = MediaSize(*tokens.images.shape[2:])
+        seen = self.image_processor(images=[self._seen(image) for image in tokens.images], return_tensors="pt")
+        each = int(seen["image_grid_thw"][0].prod()) // self.image_processor.merge_size**2
+        ids, mask = (t.to(self.device) for t in self._with_places(tokens, each))
+        hidden = self.text_encoder.model(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            pixel_values=seen["pixel_values"].to(self.device, self.dtype),
+            image_grid_thw=seen["image_grid_thw"].to(self.device),
+        ).last_hidden_state
+        return replace(
+            self.without_template(hidden, mask), image_latents=self.encode_images(tokens.images, size).contiguous()
+        )
+
+    def _with_places(self, tokens: PromptTokens, each: int) -> tuple[Tensor, Tensor]:
+        """The one image token of the template, as many times as the text encoder has tokens for the image."""
+        pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        at = int((tokens.input_ids[0] == pad).nonzero()[0])
+        parts = []
+        for t in (tokens.input_ids, tokens.mask):
+            parts.append(torch.cat([t[:, :at], t[:, at : at + 1].expand(-1, each), t[:, at + 1 :]], 1))
+        return parts[0], parts[1]
+
+    def _seen(self, image: Tensor) -> Image.Image:
+        picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+        if self.seen_area is None:
+            return picture
+        width, height = plus.calculate_dimensions(self.seen_area, picture.width / picture.height)
+        return picture.resize((int(width), int(height)), Image.Resampling.LANCZOS)
+
+    def network_inputs(
+        self, x: Tensor, sigma: Tensor, prompt: PromptEmbeds, guidance_scale: float, size: MediaSize
+    ) -> dict[str, Any]:
+        inputs = super().network_inputs(x, sigma, prompt, guidance_scale, size)
+        if prompt.image_latents is None:
+            return inputs
+        return inputs | {
+            "hidden_states": torch.cat([inputs["hidden_states"], prompt.image_latents.to(self.dtype)], 1),
+            "img_shapes": [shapes * 2 for shapes in inputs["img_shapes"]],
+        }
+
+
+class QwenImageEditPlusAdapter(QwenImageEditAdapter):
+    family = "qwen_image_edit_plus"
+    pipeline_class = QwenImageEditPlusPipeline
+    template = SYSTEM + "Picture 1: " + PICTURE + END
+    seen_area = plus.CONDITION_IMAGE_SIZE
