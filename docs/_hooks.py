@@ -60,7 +60,7 @@ def support_page() -> str:
         "What has been run with what; this page is made from the tables that `tests/test_matrix.py` runs. **tiny**: a step of LoRA on a random pipeline of the family, built",
         "offline, on a CPU, with guidance where the algorithm's users have it. The family's network, VAE, text encoders and schedule are diffusers' own, compared with diffusers'",
         "pipeline (`tests/test_families.py`). **engine**: runs by the real vllm-omni 0.30 on a CPU. **engine samples**: the engine draws what this algorithm needs, with the bits of the",
-        "in-process rollout; no whole run was made. Nothing has been run on a GPU.",
+        "in-process rollout (other families than Qwen-Image: latents to 1e-5, log-probs to 1e-6, full weights and LoRA); no whole run was made. Nothing has been run on a GPU.",
         "",
         "| | " + " | ".join(FAMILIES.values()) + " |",
         "|---" * (len(FAMILIES) + 1) + "|",
@@ -73,7 +73,8 @@ def support_page() -> str:
     lines += [f"- {FAMILIES[family]}, {algorithm}: `tests/{test}`" for (family, algorithm), test in BY_ENGINE.items()]
     lines += [
         "",
-        "The engine runs Qwen-Image only so far; another family with `rollout.backend: vllm_omni` is an error that says so.",
+        "Z-Image: the engine's own pipeline takes no dimensions but the 6 B checkpoint's and its attention no mask; ours reads the checkpoint's config and makes a forward for each",
+        "padded length of text. Not run: FLUX.2-klein, which the engine has and we have not (its pipelines read layers 9, 18 and 27 of the text encoder: a tiny one would need 28).",
         "",
     ]
     return "\n".join(lines)

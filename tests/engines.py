@@ -1,19 +1,30 @@
-"""Trainers over the real vllm-omni on the CPU, shared by test_vllm_omni.py and test_vllm_omni_faults.py."""
+"""Servers and trainers over the real vllm-omni on the CPU, shared by the tests of test_vllm_omni*.py."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from flowgrpo_fast.config import Config
+from flowgrpo_fast.engine import LORA
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
+from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
+from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess, server_environment
+from flowgrpo_fast.rollout.weights import FlatTensors, lora_modules, lora_tensors
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
+from tests import warm_python
 from tests.tiny import CPU, exported, request, tiny_config
 
 ROOT = Path(__file__).parents[1]
@@ -23,14 +34,22 @@ TRAINED = ("reward/", "advantage/", "policy/", "optimizer/", "validation/")
 VLLM = (
     "rollout.backend=vllm_omni",
     "rollout.server.cpu=true",
-    f"rollout.python={PYTHON}",
+    f"rollout.python={warm_python.__file__}",
     "rollout.server.threads=1",
 )
 LORA_RUN = ("model.train=lora", f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}")
 
 
+@functools.cache
+def start_warm_python() -> None:
+    """Once a test process: imports begin while the trainer's side of the first test is built."""
+    warm = warm_python.start(PYTHON, server_environment(os.environ, None, 1))
+    atexit.register(warm.kill)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread(process_group: None) -> None:
+    start_warm_python()
     torch.use_deterministic_algorithms(False)
     settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
 
@@ -46,6 +65,45 @@ def finish(trainer: Trainer) -> Trainer:
         trainer.engine.close()
         trainer.rollout.close()
     return trainer
+
+
+@dataclass
+class Running:
+    process: ServerProcess
+    client: ServerClient
+    identity: dict[str, Any]
+
+
+@contextmanager
+def running_server(folder: Path, *overrides: str, entry: tuple[str, ...] | None = None) -> Iterator[Running]:
+    config_path = folder / "config.yaml"
+    config_path.write_text(tiny_config(folder, *VLLM, *overrides).to_yaml())
+    log = folder / "server.log"
+    if entry is None:
+        process = ServerProcess(warm_python.__file__, config_path, log, 0, None, 1)
+    else:
+        process = ServerProcess(PYTHON, config_path, log, 0, None, 1, entry)
+    client = ServerClient(process.address, process, timeout=120, device=CPU)
+    try:
+        yield Running(process, client, client.hello(180))
+    finally:
+        client.close()
+
+
+def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
+    return lora_tensors({name: p.detach() for name, p in transformer.named_parameters() if ".lora_" in name}, LORA)
+
+
+def push_lora(client: ServerClient, state: dict[str, Tensor], version: int, **changes: Any) -> dict[str, int | None]:
+    header = {"version": version, "rank": RANK, "alpha": ALPHA, **changes}
+    bound, modules = client.push("lora", header, FlatTensors.pack(state, torch.float32), None)
+    assert modules == len(lora_modules(list(state)))
+    return bound
+
+
+def push_full(client: ServerClient, transformer: nn.Module, version: int) -> None:
+    state = {name: p.detach() for name, p in transformer.named_parameters()}
+    client.push("bucket", {"version": version, "last": True}, FlatTensors.pack(state, torch.float32), None)
 
 
 def assert_same_training(a: Path, b: Path) -> None:

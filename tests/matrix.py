@@ -38,6 +38,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "AWM": ("algorithm.name=awm", "rollout.initial_noise=sample"),
     "diffusion DPO": ("algorithm.name=dpo", "rollout.initial_noise=sample"),
 }  # fmt: skip
+# By the real vllm-omni on the CPU in test_vllm_omni_families.py: its samples and log-probs are the trainer's (Qwen-Image has test_vllm_omni.py).
+ENGINE_FAMILIES = ("sd3", "flux", "z_image", "wan", "qwen_image_edit", "qwen_image_edit_plus", "flux_kontext")
 # (family, algorithm) by the real vllm-omni on the CPU -> the test: a run, or that the engine samples what the algorithm needs, bit for bit.
 # Nothing has been run on a GPU yet.
 SAME_BITS = "test_vllm_omni.py::test_the_engine_samples_the_same_bits"
@@ -52,4 +54,8 @@ BY_ENGINE: dict[tuple[str, str], str] = {
     ("qwen_image", "DiffusionNFT"): f"{SAME_BITS}[ode]",
     ("qwen_image", "AWM"): f"{SAME_BITS}[ode]",
     ("qwen_image", "diffusion DPO"): f"{SAME_BITS}[ode]",
+    **{
+        (family, "FlowGRPO"): f"test_vllm_omni_families.py::test_the_engine_samples_what_the_trainer_does[{family}]"
+        for family in ENGINE_FAMILIES
+    },
 }

@@ -8,8 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ from flowgrpo_fast.engine import LORA
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.in_process import InProcessRollout
-from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
-from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess
 from flowgrpo_fast.rollout.vllm_omni.rollout import check_identity
 from flowgrpo_fast.rollout.vllm_omni.sync import require_bound, target_groups
 from flowgrpo_fast.rollout.weights import (
@@ -33,7 +29,6 @@ from flowgrpo_fast.rollout.weights import (
     WeightSyncError,
     lora_checksums,
     lora_modules,
-    lora_tensors,
     probe,
     require_equal_probe,
 )
@@ -42,39 +37,23 @@ from flowgrpo_fast.trainer import Trainer
 from tests.engines import (
     ALPHA,
     LORA_RUN,
-    PYTHON,
     RANK,
     ROOT,
     VLLM,
+    Running,
     assert_same_training,
     finish,
     groups,
+    lora_state,
     one_thread,
+    push_full,
+    push_lora,
     run_trainer,
+    running_server,
 )
 from tests.tiny import CPU, sampling, tiny_adapter, tiny_config, tiny_pipeline
 
 __all__ = ["one_thread"]  # a fixture, used by name
-
-
-@dataclass
-class Running:
-    process: ServerProcess
-    client: ServerClient
-    identity: dict[str, Any]
-
-
-@contextmanager
-def running_server(folder: Path, *overrides: str, entry: tuple[str, ...] | None = None) -> Iterator[Running]:
-    config_path = folder / "config.yaml"
-    config_path.write_text(tiny_config(folder, *VLLM, *overrides).to_yaml())
-    chosen = {} if entry is None else {"entry": entry}
-    process = ServerProcess(PYTHON, config_path, folder / "server.log", 0, None, 1, **chosen)
-    client = ServerClient(process.address, process, timeout=120, device=CPU)
-    try:
-        yield Running(process, client, client.hello(180))
-    finally:
-        client.close()
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +79,6 @@ def lora_transformer(seed: int = 0, targets: str | list[str] = "all-linear") -> 
         if parameter.requires_grad and parameter.dim() == 2 and parameter.shape[1] == RANK:
             parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return transformer
-
-
-def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
-    return lora_tensors({name: p.detach() for name, p in transformer.named_parameters() if ".lora_" in name}, LORA)
-
-
-def push_lora(client: ServerClient, state: dict[str, Tensor], version: int, **changes: Any) -> dict[str, int | None]:
-    header = {"version": version, "rank": RANK, "alpha": ALPHA, **changes}
-    bound, modules = client.push("lora", header, FlatTensors.pack(state, torch.float32), None)
-    assert modules == len(lora_modules(list(state)))
-    return bound
-
-
-def push_full(client: ServerClient, transformer: nn.Module, version: int) -> None:
-    state = {name: p.detach() for name, p in transformer.named_parameters()}
-    client.push("bucket", {"version": version, "last": True}, FlatTensors.pack(state, torch.float32), None)
 
 
 def assert_equal_batches(a: RolloutBatch, b: RolloutBatch) -> None:

@@ -21,6 +21,7 @@ from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.rollout.base import ServerLostError
 from flowgrpo_fast.rollout.in_process import InProcessRollout
 from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
+from flowgrpo_fast.rollout.vllm_omni.plugin import PIPELINES
 from flowgrpo_fast.rollout.vllm_omni.preflight import check_environment
 from flowgrpo_fast.rollout.vllm_omni.process import server_environment
 from flowgrpo_fast.rollout.vllm_omni.rollout import check_reply, visible_devices
@@ -63,13 +64,20 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
         ),
         (["rollout.server.engine={enforce_eager: false}"], "compiled blocks round differently"),
         (["rollout.server.replicas=0"], "there is no server to sample from"),
-        (["model.family=sd3"], "model.family = 'sd3' has no vllm-omni pipeline with log-probs"),
         (["rollout.server.engine={dtype: null}"], "set model.dtype"),
     ],
 )
 def test_bad_settings_stop_before_anything_is_loaded(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Inputs(tiny_config(tmp_path, *VLLM, *overrides), 1)
+
+
+def test_a_family_of_another_package_is_sampled_in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(PIPELINES, "qwen_image")
+    with pytest.raises(
+        ConfigError, match="model.family = 'qwen_image' has no vllm-omni pipeline with log-probs; there is flux"
+    ):
+        Inputs(tiny_config(tmp_path, *VLLM), 1)
 
 
 def test_the_server_has_none_of_the_launchers_variables() -> None:

@@ -76,6 +76,7 @@ class ServerClient:
                 for name, tensor in (
                     ("ids", r.tokens.input_ids),
                     ("mask", r.tokens.mask),
+                    ("images", r.tokens.images),
                     ("sample_id", r.sample_id),
                     ("window_start", r.window_start),
                     ("negative_ids", None if r.negative_tokens is None else r.negative_tokens.input_ids),

@@ -7,16 +7,25 @@ import os
 CPU_SWITCH = "FLOWGRPO_VLLM_CPU"
 """Set to 1 by the server where `rollout.server.cpu` asks for it."""
 
-PIPELINES = {"qwen_image": "FlowGrpoQwenImagePipeline"}
-"""Model family -> the pipeline registered for it."""
+PIPELINES = {
+    "flux": "FlowGrpoFluxPipeline",
+    "flux_kontext": "FlowGrpoFluxKontextPipeline",
+    "qwen_image": "FlowGrpoQwenImagePipeline",
+    "qwen_image_edit": "FlowGrpoQwenImageEditPipeline",
+    "qwen_image_edit_plus": "FlowGrpoQwenImageEditPlusPipeline",
+    "sd3": "FlowGrpoSD3Pipeline",
+    "wan": "FlowGrpoWanPipeline",
+    "z_image": "FlowGrpoZImagePipeline",
+}
+"""Model family -> the pipeline of families.py registered for it."""
 
 
 def register() -> None:
     """Group vllm_omni.general_plugins."""
     from vllm_omni.diffusion.registry import register_diffusion_model
 
-    name = PIPELINES["qwen_image"]
-    register_diffusion_model(name, "flowgrpo_fast.rollout.vllm_omni.pipeline", name)
+    for name in PIPELINES.values():
+        register_diffusion_model(name, "flowgrpo_fast.rollout.vllm_omni.families", name)
 
 
 def cpu_platform() -> str | None:

@@ -123,8 +123,8 @@ class VllmOmniRollout:
             finally:
                 self._release(client, key)
         # Images stay in shared memory, where the rewards read them; those that came by the GPU go to the host.
-        assert batch.images is not None
-        batch = replace(batch.to(self.device), images=batch.images.cpu())
+        images, videos = (None if media is None else media.cpu() for media in (batch.images, batch.videos))
+        batch = replace(batch.to(self.device), images=images, videos=videos)
         self._finished[key] = batch
         return batch
 

@@ -322,12 +322,11 @@ def requests_of(message: Message) -> list[RolloutRequest]:
     for i, group_id in enumerate(message.header["group_ids"]):
         part = {name.partition("/")[2]: t for name, t in tensors.items() if name.startswith(f"{i}/")}
         try:
-            negative = PromptTokens(part["negative_ids"], part["negative_mask"]) if "negative_ids" in part else None
-            requests.append(
-                RolloutRequest(
-                    group_id, PromptTokens(part["ids"], part["mask"]), negative, part["sample_id"], part["window_start"]
-                )
-            )
+            images, negative = part.get("images"), None
+            tokens = PromptTokens(part["ids"], part["mask"], images)
+            if "negative_ids" in part:
+                negative = PromptTokens(part["negative_ids"], part["negative_mask"], images)
+            requests.append(RolloutRequest(group_id, tokens, negative, part["sample_id"], part["window_start"]))
         except KeyError as error:
             raise WireError(f"group {group_id} lacks the tensor {error}") from error
     return requests

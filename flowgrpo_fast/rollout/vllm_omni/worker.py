@@ -16,7 +16,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from flowgrpo_fast.rollout.vllm_omni.pipeline import FlowGrpoQwenImagePipeline
+from flowgrpo_fast.rollout.vllm_omni.pipeline import FlowGrpoPipeline
 from flowgrpo_fast.rollout.weights import FlatTensors, checksum, lora_modules, probe
 from vllm_omni.diffusion.forward_context import set_forward_context
 
@@ -48,7 +48,7 @@ class FlowGrpoWorkerExtension:
     _asleep: list[tuple[nn.Parameter, Tensor]]
 
     @property
-    def _pipeline(self) -> FlowGrpoQwenImagePipeline:
+    def _pipeline(self) -> FlowGrpoPipeline:
         return self.model_runner.pipeline
 
     @property
@@ -63,7 +63,7 @@ class FlowGrpoWorkerExtension:
         tensors = {pipeline.engine_name(name): tensor for name, tensor in lora.items()}
         modules = lora_modules(list(tensors))
         known = {name for name, _ in pipeline.named_modules()}
-        missing = [m for m in modules if m not in known and _packed(pipeline, m) is None]
+        missing = [m for m in modules if m not in known and pipeline.fused_layer(m) is None]
         if missing:
             raise ValueError(f"this engine has no module {', '.join(missing)}")
         for old in list(manager.list_adapters()):
@@ -94,7 +94,7 @@ class FlowGrpoWorkerExtension:
                 if target.shape != tensor.shape:
                     raise ValueError(f"{name}: shape {[*tensor.shape]}, the engine has {[*target.shape]}")
             loaded = pipeline.load_weights((f"transformer.{name}", tensor) for name, tensor in bucket.items())
-        lost = [name for name, _ in bucket.items() if f"transformer.{name}" not in loaded]
+        lost = [name for name, _ in bucket.items() if not _names(pipeline, name) & loaded]
         if lost:
             raise ValueError(f"the engine did not load {', '.join(lost)}")
         return {
@@ -143,20 +143,19 @@ class FlowGrpoWorkerExtension:
         return {"input_ids": tokens.input_ids, "embedding": checksum(embeds.float())}
 
 
-def _packed(pipeline: FlowGrpoQwenImagePipeline, module: str) -> tuple[str, int] | None:
-    """`...attn.to_k` -> (`...attn.to_qkv`, 1): the fused layer that holds a module, and its slice."""
-    parent, _, leaf = module.rpartition(".")
-    for fused, part, shard in pipeline.transformer.stacked_params_mapping:
-        if part.strip(".") == leaf:
-            return f"{parent}{fused}", "qkv".index(shard)
-    return None
+def _names(pipeline: FlowGrpoPipeline, name: str) -> set[str]:
+    """What an engine's load_weights may call a tensor that it has loaded: as in the checkpoint, as its own, or as the layer that it is fused into."""
+    engine_name = pipeline.engine_name(name)
+    module, _, leaf = engine_name.rpartition(".")
+    fused = pipeline.fused_layer(module)
+    return {f"transformer.{name}", engine_name} | ({f"{fused.layer}.{leaf}"} if fused else set())
 
 
-def _bound(pipeline: FlowGrpoQwenImagePipeline, name: str, sent: Tensor) -> Tensor:
+def _bound(pipeline: FlowGrpoPipeline, name: str, sent: Tensor) -> Tensor:
     """The LoRA tensor `<module>.lora_A.weight` as the layer that forward calls has it. vllm copies a smaller one into a corner of its buffer."""
     module, _, part = name.rpartition(".lora_")
-    path, index = _packed(pipeline, module) or (module, 0)
-    layer = pipeline.get_submodule(path)
+    path, index, _ = pipeline.fused_layer(module) or (module, 0, 1)
+    layer: Any = pipeline.get_submodule(path)
     active = getattr(layer, "_diffusion_lora_active_slices", ())
     if len(active) <= index or not active[index]:
         raise ValueError(f"{module}: its LoRA is not active in the engine")
@@ -169,17 +168,17 @@ def _bound(pipeline: FlowGrpoQwenImagePipeline, name: str, sent: Tensor) -> Tens
     return value
 
 
-def _parameter(pipeline: FlowGrpoQwenImagePipeline, name: str) -> Tensor:
+def _parameter(pipeline: FlowGrpoPipeline, name: str) -> Tensor:
     """A parameter by the checkpoint's name: a slice of the fused one where the engine fuses."""
     module, _, leaf = name.rpartition(".")
-    packed = _packed(pipeline, module)
+    fused = pipeline.fused_layer(module)
     try:
-        if packed is None:
+        if fused is None:
             return pipeline.get_parameter(name)
-        whole = pipeline.get_parameter(f"{packed[0]}.{leaf}")
+        whole = pipeline.get_parameter(f"{fused.layer}.{leaf}")
     except AttributeError as error:
         raise ValueError(f"the engine has no parameter {name}") from error
-    return whole.chunk(3)[packed[1]]
+    return whole.chunk(fused.parts)[fused.part]
 
 
 def _lora_model(
