@@ -1,7 +1,7 @@
-"""Does each algorithm raise the reward? glyphs, half the demo's budget, the same starting weights, three seeds: `python -m benchmarks.algorithms`.
+"""Does each algorithm raise the reward? glyphs, 12 of the demo's 40 steps, the same starting weights, three seeds: `python -m benchmarks.algorithms`.
 
 Each run is a process of its own, one after the other; a row is appended to results/algorithms_cpu.csv as a run ends, and what is there is not run
-again (delete the file to start anew). About a minute and a half a run on two cores; other work on the machine shows in `seconds`, hardly in `cpu_seconds`. `--algorithms awm,dpo --seeds 0` runs some; `--table` prints what is there.
+again (delete the file to start anew). About a minute a run on two cores; other work on the machine shows in `seconds`, hardly in `cpu_seconds`. `--algorithms awm,dpo --seeds 0` runs some; `--table` prints what is there.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

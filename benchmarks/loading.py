@@ -68,13 +68,13 @@ def measured(context: multiprocessing.context.SpawnContext, world: int, folder: 
 
 def load(queue: multiprocessing.Queue, folder: str, environment: dict[str, str]) -> None:
     os.environ |= environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    import deepspeed
     import torch
     from diffusers import QwenImageTransformer2DModel
 
+    from flowgrpo_fast import comm
     from flowgrpo_fast.engine.loading import BUCKET_BYTES, load_partitioned
 
-    deepspeed.init_distributed(verbose=False)
+    comm.initialize()
 
     class Adapter:
         dtype = torch.float32

@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from diffusers import QwenImageTransformer2DModel
 
@@ -40,7 +39,7 @@ from benchmarks.table import RESULTS, ROOT, Table, device_name
 from flowgrpo_fast import comm, profile
 from flowgrpo_fast.config import Config
 from flowgrpo_fast.config_file import parse_config
-from flowgrpo_fast.engine import Engine, local_device, remove_shared_buffer
+from flowgrpo_fast.engine import Engine, local_device
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.models.glyphs import TEXT_WIDTH, build_pipeline
 from flowgrpo_fast.rollout.agent_loop import RolloutResult
@@ -230,11 +229,9 @@ def rank(folder: Path) -> int:
     case = Case(**json.loads((folder / "case.json").read_text()))
     config = config_of(case, folder / "run")
     settle_environment(config, None)
-    deepspeed.init_distributed(verbose=False)
+    comm.initialize()
     try:
         inputs, device = Inputs(config, comm.world_size()), local_device()
-        comm.barrier()
-        remove_shared_buffer()
         trainer = OurLoop(config, inputs, device)
         before = trainer.engine.trained_state()
         with Neighbours(ours=[pid for pid in comm.gather_objects(os.getpid()) if pid != os.getpid()]) as neighbours:

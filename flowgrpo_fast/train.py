@@ -108,21 +108,17 @@ def dry_run(config: Config) -> None:
 
 
 def train(config: Config, dashboard_port: int | None = None) -> None:
-    import deepspeed
     import torch
 
     from flowgrpo_fast import comm
-    from flowgrpo_fast.engine import local_device, remove_shared_buffer
+    from flowgrpo_fast.engine import local_device
     from flowgrpo_fast.inputs import Inputs
     from flowgrpo_fast.trainer import Trainer
 
     inputs = Inputs(config, int(os.environ["WORLD_SIZE"]))
     device = local_device()
     # Longer than the watch on progress: who hangs is to be seen in its own stack, not in the others' time-outs.
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=config.engine.timeout_s + 60))
-    # Mapped by every rank by now. Without its name the kernel frees it with the last rank, however that ends.
-    comm.barrier()
-    remove_shared_buffer()
+    comm.initialize(timedelta(seconds=config.engine.timeout_s + 60))
     torch.manual_seed(config.seed)
     dashboard: Dashboard | None = None
     try:

@@ -15,6 +15,8 @@ import torch
 
 # The trainer tests compare bits between CPU ranks, on CUDA machines too. DeepSpeed reads this when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# What tests compile is compiled quickly, the wheel included.
+os.environ.setdefault("CXX", str(Path(__file__).parent / "quick_cxx"))
 # Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before their import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -64,13 +66,12 @@ LONGEST_FIRST = (
 @pytest.fixture(scope="session")
 def process_group() -> Iterator[None]:
     """One rank in this process. Once per test process: DeepSpeed keeps groups of the first for ever, and a second would not know them."""
-    import deepspeed
-
+    from flowgrpo_fast import comm
     from flowgrpo_fast.train import settle_environment
     from tests.tiny import tiny_config
 
     settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
-    deepspeed.init_distributed(verbose=False)
+    comm.initialize()
     yield
     torch.distributed.destroy_process_group()
 

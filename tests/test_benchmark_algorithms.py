@@ -29,7 +29,7 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     file = tmp_path / "rows.csv"
     for seed, after in enumerate((0.5, 0.7)):
         append(file, {
-            "algorithm": "awm", "seed": seed, "steps": 40, "reward_before": 0.4, "reward_after": after, "exact_before": 0.1, "exact_after": 0.2,
+            "algorithm": "awm", "seed": seed, "steps": 12, "reward_before": 0.4, "reward_after": after, "exact_before": 0.1, "exact_after": 0.2,
             "seconds": 60, "cpu_seconds": 90,
         })  # fmt: skip
     assert len(found(file)) == 2

@@ -82,11 +82,7 @@ print(flowgrpo_fast.__file__)
 
 
 def test_with_a_compiler_one_wheel_serves_every_python(tmp_path: Path) -> None:
-    # Not optimised, which is a third of the time: what the optimised ones compute is tested elsewhere.
-    quick = tmp_path / "c++"
-    quick.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
-    quick.chmod(0o755)
-    built, text = wheel(tmp_path, FLOWGRPO_BUILD_EXT="1", CXX=str(quick))
+    built, text = wheel(tmp_path, FLOWGRPO_BUILD_EXT="1")
     assert "skipped" not in text
     assert "-cp311-abi3-" in built.name
     assert "flowgrpo_fast/_C.abi3.so" in zipfile.ZipFile(built).namelist()

@@ -23,7 +23,7 @@ from flowgrpo_fast.rewards import RewardFailure
 from flowgrpo_fast.rollout.base import NonFiniteError
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
-from tests.tiny import CPU, brightness, exported, tiny_config, tiny_pipeline
+from tests.tiny import CPU, brightness, exported, tiny_config, tiny_pipeline, unpartitioned_config
 
 LORA = ("model.train=lora", "model.lora.rank=4", "model.lora.alpha=8.0")
 # Wall-clock values are the only ones that may differ between two equal runs.
@@ -77,7 +77,7 @@ def test_first_update_has_ratio_one_to_the_last_bit(
 def test_ratio_is_one_in_every_form_of_the_log_prob(tmp_path: Path, form: str, reduction: str) -> None:
     """Rollout and trainer take the same form and reduction."""
     settings = (f"algorithm.log_prob_form={form}", f"algorithm.log_prob_reduction={reduction}", "rollout.rule=cps")
-    train(tiny_config(tmp_path, "trainer.total_steps=1", *settings))
+    train(unpartitioned_config(tmp_path, "trainer.total_steps=1", *settings))
     row = read_metrics(tmp_path)[0]
     assert row["policy/first_ratio_max_deviation"] == 0.0
     assert row["rollout/log_ratio_max"] == 0.0
@@ -86,12 +86,16 @@ def test_ratio_is_one_in_every_form_of_the_log_prob(tmp_path: Path, form: str, r
 def test_windows_that_differ_inside_a_group_replay_exactly(tmp_path: Path) -> None:
     """Shared noise, a window per sample, two groups a forward: nobody leaves the batch before the last window is done."""
     window = "rollout.window={size: 2, range: [0,5], scope: sample}"
-    train(tiny_config(tmp_path, window, "rollout.num_steps=6", "trainer.total_steps=2"))
+    train(unpartitioned_config(tmp_path, window, "rollout.num_steps=6", "trainer.total_steps=2"))
     assert all(row["policy/first_ratio_max_deviation"] == 0.0 for row in read_metrics(tmp_path))
 
 
 def test_guidance_replays_exactly_too(tmp_path: Path) -> None:
-    train(tiny_config(tmp_path, "rollout.guidance_scale=3.0", "data.negative_prompt=' '", "trainer.total_steps=1"))
+    train(
+        unpartitioned_config(
+            tmp_path, "rollout.guidance_scale=3.0", "data.negative_prompt=' '", "trainer.total_steps=1"
+        )
+    )
     assert read_metrics(tmp_path)[0]["policy/first_ratio_max_deviation"] == 0.0
 
 
@@ -130,16 +134,16 @@ def test_resume_is_bitwise(tmp_path: Path, extra: tuple[str, ...]) -> None:
 
 
 def test_resume_with_another_config_says_what_differs(tmp_path: Path) -> None:
-    train(tiny_config(tmp_path, "trainer.total_steps=1"))
+    train(unpartitioned_config(tmp_path, "trainer.total_steps=1"))
     with pytest.raises(ConfigError, match=r"optimizer.learning_rate: 0.001 -> 0.1; seed: 0 -> 3\. Restore these"):
-        train(tiny_config(tmp_path, "trainer.total_steps=2", "seed=3", "optimizer.learning_rate=0.1"))
+        train(unpartitioned_config(tmp_path, "trainer.total_steps=2", "seed=3", "optimizer.learning_rate=0.1"))
     # More steps of the same run are no difference.
-    assert train(tiny_config(tmp_path, "trainer.total_steps=2")).state.step == 2
+    assert train(unpartitioned_config(tmp_path, "trainer.total_steps=2")).state.step == 2
 
 
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     """Run again, it says so and keeps its summary; with the summary lost it is validated and written again."""
-    config = tiny_config(tmp_path, "trainer.total_steps=2")
+    config = unpartitioned_config(tmp_path, "trainer.total_steps=2")
     train(config)
     summary = (tmp_path / "summary.json").read_bytes()
     train(config)
@@ -152,18 +156,18 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_resume_never_sets_the_old_run_aside(tmp_path: Path) -> None:
-    train(tiny_config(tmp_path, "trainer.total_steps=2"))
-    train(tiny_config(tmp_path, "trainer.total_steps=1", "trainer.resume=never", "seed=5"))
+    train(unpartitioned_config(tmp_path, "trainer.total_steps=2"))
+    train(unpartitioned_config(tmp_path, "trainer.total_steps=1", "trainer.resume=never", "seed=5"))
     assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
     assert [p.name for p in checkpoints(tmp_path / "previous-1")] == ["step-000002"]
 
 
 def test_resume_from_an_older_step_drops_the_later_ones(tmp_path: Path) -> None:
     settings = ("trainer.total_steps=3", "trainer.save_every=1", "trainer.keep_checkpoints=9")
-    train(tiny_config(tmp_path, *settings))
+    train(unpartitioned_config(tmp_path, *settings))
     older = tmp_path / "checkpoints" / "step-000001"
     train(
-        tiny_config(
+        unpartitioned_config(
             tmp_path,
             "trainer.total_steps=2",
             "trainer.save_every=1",
@@ -183,11 +187,11 @@ def test_two_turns_train_and_resume_bitwise(tmp_path: Path) -> None:
         "trainer.save_every=1",
         "trainer.keep_checkpoints=9",
     )
-    train(tiny_config(whole, *settings))
+    train(unpartitioned_config(whole, *settings))
     assert read_metrics(whole)[0]["policy/kept"] == 2 * 16
     shutil.copytree(whole / "checkpoints" / "step-000001", resumed / "checkpoints" / "step-000001")
     shutil.copy(whole / "metrics.jsonl", resumed / "metrics.jsonl")
-    train(tiny_config(resumed, *settings))
+    train(unpartitioned_config(resumed, *settings))
     assert rows(resumed) == rows(whole)
 
 
@@ -201,7 +205,7 @@ def test_resume_from_nowhere(tmp_path: Path) -> None:
 def test_second_update_of_a_rollout_is_off_policy(tmp_path: Path, mode: str) -> None:
     """peers.md row 58: the ratio is 1 in update 1 only; its old log-probs are those before the first update."""
     train(
-        tiny_config(
+        unpartitioned_config(
             tmp_path, "algorithm.updates_per_rollout=2", f"algorithm.old_log_probs={mode}", "trainer.total_steps=1"
         )
     )
@@ -273,7 +277,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
 def test_ratio_and_clipping_by_denoising_step_add_up_to_those_of_the_update(tmp_path: Path) -> None:
     """Two updates a rollout, so that the second is off-policy; windows per sample, so that steps have unequal numbers of pairs."""
     off_policy = ("algorithm.updates_per_rollout=2", "algorithm.clip_low=1e-6", "algorithm.clip_high=1e-6")
-    train(tiny_config(tmp_path, "rollout.window={size: 1, range: [0,3], scope: sample}", *off_policy))
+    train(unpartitioned_config(tmp_path, "rollout.window={size: 1, range: [0,3], scope: sample}", *off_policy))
     for row in read_metrics(tmp_path):
         by_step = {name.split("/")[1] for name in row if name.startswith("policy/step_")}
         assert by_step <= {"step_00", "step_01", "step_02"}
@@ -291,7 +295,7 @@ def test_ratio_and_clipping_by_denoising_step_add_up_to_those_of_the_update(tmp_
 
 def test_a_step_that_is_saved_is_not_written_again(tmp_path: Path) -> None:
     """A kill between the two renames that replace a checkpoint would lose it. So a stop right after a save, or after a resume, writes nothing."""
-    config = tiny_config(tmp_path, "trainer.save_every=1", "trainer.total_steps=2")
+    config = unpartitioned_config(tmp_path, "trainer.save_every=1", "trainer.total_steps=2")
     written = []
     for _ in range(2):
         trainer = Trainer(config, Inputs(config, 1), CPU)
@@ -314,14 +318,14 @@ def test_the_best_validated_checkpoint_is_kept(tmp_path: Path) -> None:
         "trainer.keep_checkpoints=1",
         "trainer.total_steps=4",
     )
-    train(tiny_config(tmp_path, *settings, "optimizer.learning_rate=0.05"))
+    train(unpartitioned_config(tmp_path, *settings, "optimizer.learning_rate=0.05"))
     scores = [row["validation/brightness"] for row in read_metrics(tmp_path)]
     best = 1 + scores.index(max(scores))
     assert [p.name for p in checkpoints(tmp_path)] == [f"step-{s:06d}" for s in sorted({best, 4})]
     with pytest.raises(
         ConfigError, match="trainer.best_metric = 'brigthness' is not measured by validation, which has brightness"
     ):
-        train(tiny_config(tmp_path / "other", "trainer.best_metric=brigthness"))
+        train(unpartitioned_config(tmp_path / "other", "trainer.best_metric=brigthness"))
 
 
 def raising(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
@@ -341,12 +345,12 @@ def always_nan(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]
 
 def test_a_reward_that_raises_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(RewardFailure, match="no valid reward.*\n.*the scorer is broken"):
-        train(tiny_config(tmp_path, "rewards.0.name=tests.test_trainer:raising"))
+        train(unpartitioned_config(tmp_path, "rewards.0.name=tests.test_trainer:raising"))
 
 
 def test_an_invalid_sample_is_left_out_and_counted(tmp_path: Path) -> None:
     train(
-        tiny_config(
+        unpartitioned_config(
             tmp_path,
             "rewards.0.name=tests.test_trainer:sometimes_nan",
             "rewarding.max_failure_share=0.3",
@@ -362,7 +366,7 @@ def test_an_invalid_sample_is_left_out_and_counted(tmp_path: Path) -> None:
 def test_without_any_valid_reward_the_step_is_skipped(tmp_path: Path) -> None:
     """peers.md row 39: all masked -> no optimizer step, and the weights stay."""
     trainer = train(
-        tiny_config(
+        unpartitioned_config(
             tmp_path,
             "rewards.0.name=tests.test_trainer:always_nan",
             "rewarding.max_failure_share=1.0",
@@ -379,8 +383,10 @@ def test_without_any_valid_reward_the_step_is_skipped(tmp_path: Path) -> None:
 
 def test_nan_from_the_model_stops_with_step_and_sample(tmp_path: Path) -> None:
     """The checkpoint of the step before is intact and resumable."""
-    train(tiny_config(tmp_path, "trainer.total_steps=1"))
-    trainer = Trainer(tiny_config(tmp_path, "trainer.total_steps=2"), Inputs(tiny_config(tmp_path), 1), CPU)
+    train(unpartitioned_config(tmp_path, "trainer.total_steps=1"))
+    trainer = Trainer(
+        unpartitioned_config(tmp_path, "trainer.total_steps=2"), Inputs(unpartitioned_config(tmp_path), 1), CPU
+    )
     import deepspeed
 
     bias = trainer.engine.module.proj_out.bias
@@ -389,12 +395,12 @@ def test_nan_from_the_model_stops_with_step_and_sample(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"not finite at denoising step 0, sample \d+"):
         trainer.run()
     assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
-    assert train(tiny_config(tmp_path, "trainer.total_steps=2")).state.step == 2
+    assert train(unpartitioned_config(tmp_path, "trainer.total_steps=2")).state.step == 2
 
 
 def test_a_non_finite_log_prob_in_training_stops_before_the_weights_change(tmp_path: Path) -> None:
     """The rollout was fine; the network under training gives NaN (a bad kernel, an overflow in bf16)."""
-    trainer = Trainer(tiny_config(tmp_path), Inputs(tiny_config(tmp_path), 1), CPU)
+    trainer = Trainer(unpartitioned_config(tmp_path), Inputs(unpartitioned_config(tmp_path), 1), CPU)
     velocity = trainer.adapter.velocity
 
     def broken(transformer: Any, *args: Any) -> Tensor:
@@ -451,7 +457,9 @@ def test_lora_targets_that_match_nothing(tmp_path: Path) -> None:
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """A file-size limit makes the kernel refuse the write in the middle, as a full disk does."""
     trainer = Trainer(
-        tiny_config(tmp_path, "trainer.total_steps=2", "trainer.save_every=1"), Inputs(tiny_config(tmp_path), 1), CPU
+        unpartitioned_config(tmp_path, "trainer.total_steps=2", "trainer.save_every=1"),
+        Inputs(unpartitioned_config(tmp_path), 1),
+        CPU,
     )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     original = trainer._step
@@ -471,15 +479,15 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
-    assert train(tiny_config(tmp_path, "trainer.total_steps=2")).state.step == 2
+    assert train(unpartitioned_config(tmp_path, "trainer.total_steps=2")).state.step == 2
 
 
 def test_no_space_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tiny_config(tmp_path, "trainer.total_steps=1"))
+    train(unpartitioned_config(tmp_path, "trainer.total_steps=1"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match="MiB are free; the previous checkpoint step-000001 is intact"):
-        train(tiny_config(tmp_path, "trainer.total_steps=2"))
+        train(unpartitioned_config(tmp_path, "trainer.total_steps=2"))
 
 
 def test_frozen_base_is_not_in_a_lora_checkpoint(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """DeepSpeed, and nothing else does: `Engine`, and what others need to know of it."""
 
-from flowgrpo_fast.engine.engine import Engine, local_device, remove_shared_buffer
+from flowgrpo_fast.engine.engine import Engine, local_device
 from flowgrpo_fast.engine.loading import LORA, peft_config
 from flowgrpo_fast.engine.settings import DTYPES, deepspeed_config, learning_rate, stage
 
@@ -12,6 +12,5 @@ __all__ = [
     "learning_rate",
     "local_device",
     "peft_config",
-    "remove_shared_buffer",
     "stage",
 ]

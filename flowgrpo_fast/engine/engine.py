@@ -350,10 +350,3 @@ def local_device() -> torch.device:
         return torch.device("cpu")
     accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device(accelerator.current_device_name())
-
-
-def remove_shared_buffer() -> None:
-    """Unlinks the 69 MB of DeepSpeed's CPU all-reduce in /dev/shm, which it leaves there even after a normal exit."""
-    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
-    Path("/dev/shm", name).unlink(missing_ok=True)

@@ -22,6 +22,7 @@ BUILTIN = {
     "aesthetic": "flowgrpo_fast.rewards.clip",
     "clip_score": "flowgrpo_fast.rewards.clip",
     "hpsv2": "flowgrpo_fast.rewards.clip",
+    "hpsv3": "flowgrpo_fast.rewards.hpsv3",
     "frames": "flowgrpo_fast.rewards.frames",
     "http": "flowgrpo_fast.rewards.http",
     "jpeg_compressibility": "flowgrpo_fast.rewards.jpeg",
