@@ -181,6 +181,8 @@ class AlgorithmConfig(Section):
     old = d old + (1 - d) policy after each step, with d = min(0.5, 0.001 step) or min(0.999, 0.0075 max(0, step - 75))."""
     beta: float | None = Field(None, gt=0)
     """diffusion_nft: step away from the old policy, 0.1. dpo: strength of the KL, 2000. null: these."""
+    matching: Literal["uniform", "sigma", "ghuber"] = "uniform"
+    """awm: its log-prob from a pair's error e. `uniform`: -e (the paper's choice). `sigma`: -sigma e. `ghuber`: -4 sigma e^(1/4), the default of its released configs."""
     train_on: int | None = Field(None, ge=2)
     """Of each group, train on so many samples: the best and the worst half of them (DanceGRPO's best-of-n), by advantage; null: all."""
     normalize: Literal["global_std", "group_std", "none"] = "global_std"

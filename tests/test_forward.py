@@ -70,8 +70,14 @@ def diffusion_nft(i: ForwardInputs, v: Tensor, c: AlgorithmConfig) -> Tensor:
 
 
 def awm(i: ForwardInputs, v: Tensor, c: AlgorithmConfig) -> Tensor:
-    target, A = (i.noise - i.x0).double(), i.advantage.double()
-    r = (each((i.old_v.double() - target) ** 2) - each((v - target) ** 2)).exp()
+    target, A, sigma = (i.noise - i.x0).double(), i.advantage.double(), i.sigma.double()
+    forms = {
+        "uniform": lambda e: e,
+        "sigma": lambda e: sigma * e,
+        "ghuber": lambda e: sigma * 4 * ((e + 1e-10) ** 0.25 - 1e-10**0.25),
+    }
+    old, new = (forms[c.matching](each((u - target) ** 2)) for u in (i.old_v.double(), v))
+    r = (old - new).exp()
     return mean(torch.maximum(-A * r, -A * r.clamp(1 - c.clip_low, 1 + c.clip_high)), i)
 
 
@@ -84,6 +90,14 @@ def dpo(i: ForwardInputs, v: Tensor, c: AlgorithmConfig) -> Tensor:
     return total / len(pairs)
 
 
+# Name, settings.
+CASES = [
+    ("awm", {}),
+    ("awm", {"matching": "sigma"}),
+    ("awm", {"matching": "ghuber"}),
+    ("diffusion_nft", {}),
+    ("dpo", {"beta": 3.0}),
+]
 FORMULAS: dict[str, Callable[[ForwardInputs, Tensor, AlgorithmConfig], Tensor]] = {
     "awm": awm,
     "diffusion_nft": diffusion_nft,
@@ -93,9 +107,9 @@ FORMULAS: dict[str, Callable[[ForwardInputs, Tensor, AlgorithmConfig], Tensor]] 
 
 @pytest.mark.parametrize("kl", [0.0, 0.3])
 @pytest.mark.parametrize("moved", [0.001, 0.1])
-@pytest.mark.parametrize("name", FORMULAS)
-def test_loss_and_gradient_are_the_formulas(name: str, moved: float, kl: float) -> None:
-    c = config(name=name, kl_coef=kl, beta=3.0 if name == "dpo" else None)
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_loss_and_gradient_are_the_formulas(name: str, settings: dict[str, Any], moved: float, kl: float) -> None:
+    c = config(name=name, kl_coef=kl, **settings)
     i = inputs(moved)
     loss, values, metrics = build_algorithm(c).loss(i)
     loss.backward()
@@ -184,6 +198,7 @@ def test_noise_levels_are_keyed_by_sample(timesteps: str) -> None:
             "grpo_guard compares with the policy",
         ),
         ({"name": "awm", "beta": 1.0}, "beta = 1.0: awm has no beta"),
+        ({"name": "dpo", "matching": "ghuber"}, "matching = 'ghuber': dpo weighs no errors; set uniform"),
         ({"name": "awm", "kl_coef": 0.1, "kl_form": "gaussian"}, "kl_form = 'gaussian': awm takes no steps"),
     ],
 )

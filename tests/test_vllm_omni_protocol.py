@@ -65,6 +65,10 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
         (["rollout.server.engine={enforce_eager: false}"], "compiled blocks round differently"),
         (["rollout.server.replicas=0"], "there is no server to sample from"),
         (["rollout.server.engine={dtype: null}"], "set model.dtype"),
+        (
+            ["algorithm.name=awm", "rollout.initial_noise=sample", "rollout.overlap=true"],
+            "awm has no ratio that would correct",
+        ),
     ],
 )
 def test_bad_settings_stop_before_anything_is_loaded(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -75,6 +75,8 @@ class Algorithm(ABC):
     """v_ref even without a KL."""
     shares_noise: ClassVar[bool] = False
     """forward: all samples of a group get the same noise and noise levels."""
+    has_matching: ClassVar[bool] = False
+    """Reads algorithm.matching."""
     beta: ClassVar[float | None] = None
     """What algorithm.beta null stands for; None: the algorithm has no such number."""
 
@@ -83,6 +85,8 @@ class Algorithm(ABC):
         self.config = config
         if config.beta is not None and self.beta is None:
             raise ConfigError(f"algorithm.beta = {config.beta}: {config.name} has no beta; remove it")
+        if config.matching != "uniform" and not self.has_matching:
+            raise ConfigError(f"algorithm.matching = {config.matching!r}: {config.name} weighs no errors; set uniform")
         if config.old_policy != "copy" and not (self.process == "forward" and self.needs_old_v):
             raise ConfigError(
                 f"algorithm.old_policy = {config.old_policy!r}: {config.name} compares with the policy that the rollout found; set copy"

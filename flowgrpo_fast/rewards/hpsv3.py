@@ -123,7 +123,9 @@ class HpsV3:
         for file in sorted(self.path.glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
                 state |= {
-                    name: opened.get_tensor(name).float() for name in opened.keys() if name.startswith("rm_head.")
+                    name: opened.get_tensor(name).float()
+                    for name in sorted(opened.keys())
+                    if name.startswith("rm_head.")
                 }
         missing = [name for i in HEAD if (name := f"rm_head.{i}.weight") not in state]
         if missing:
