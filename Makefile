@@ -63,7 +63,7 @@ demo: setup
 
 # DeepSpeed compiles its optimizer for CPUs at its first use. For the tests, and with their compiler (tests/conftest.py): while the second environment is downloaded.
 deepspeed-ops: $(STAMP)
-	CXX=$(CURDIR)/tests/quick_cxx DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('CPUAdamBuilder').load()" >/dev/null
+	CXX=$(CURDIR)/tests/quick_g++ TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('CPUAdamBuilder').load()" >/dev/null
 
 # Two workers of one thread each, a file to a worker: 2 cores are used well, and no test waits for another's threads.
 # The two environments are made side by side, too.

@@ -59,7 +59,7 @@ def support_page() -> str:
         "",
         "What has been run with what; this page is made from the tables that `tests/test_matrix.py` runs. **tiny**: a step of LoRA on a random pipeline of the family, built",
         "offline, on a CPU, with guidance where the algorithm's users have it. The family's network, VAE, text encoders and schedule are diffusers' own, compared with diffusers'",
-        "pipeline (`tests/test_families.py`). **engine**: runs by the real vllm-omni 0.30 on a CPU. **engine samples**: the engine draws what this algorithm needs, with the bits of the",
+        "pipeline (`tests/test_families.py`, `tests/test_editing.py`). **engine**: runs by the real vllm-omni 0.30 on a CPU. **engine samples**: the engine draws what this algorithm needs, with the bits of the",
         "in-process rollout (other families than Qwen-Image: latents to 1e-5, log-probs to 1e-6, full weights and LoRA); no whole run was made. Nothing has been run on a GPU.",
         "",
         "| | " + " | ".join(FAMILIES.values()) + " |",

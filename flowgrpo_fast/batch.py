@@ -43,7 +43,7 @@ INTEGERS = ("policy_version", "height", "width", "frames")
 EXPECTED_DTYPE = {
     "latents": torch.float32, "log_probs": torch.float32, "step_index": torch.int64, "sigmas": torch.float32,
     "prompt_index": torch.int64, "group_id": torch.int64, "sample_id": torch.int64, "seed": torch.int64,
-    "prompt_embeds_mask": torch.bool, "negative_prompt_embeds_mask": torch.bool, "images": torch.uint8, "videos": torch.uint8,
+    "prompt_embeds_mask": torch.bool, "negative_prompt_embeds_mask": torch.bool, "prompt_image_latents": torch.float32, "images": torch.uint8, "videos": torch.uint8,
 }  # fmt: skip
 
 

@@ -20,8 +20,11 @@ def initialize(timeout: timedelta = timedelta(minutes=30)) -> None:
     whose 69 MB stay in /dev/shm after a normal exit.
     """
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Elsewhere nothing asks for the table of ops, whose first reading probes them all.
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False, timeout=timeout)
 
 

@@ -15,8 +15,9 @@ import torch
 
 # The trainer tests compare bits between CPU ranks, on CUDA machines too. DeepSpeed reads this when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# What tests compile is compiled quickly, the wheel included.
-os.environ.setdefault("CXX", str(Path(__file__).parent / "quick_cxx"))
+# What tests compile is compiled quickly, the wheel included, and lies apart from what users' runs compile.
+os.environ.setdefault("CXX", str(Path(__file__).parent / "quick_g++"))
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions"))
 # Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before their import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

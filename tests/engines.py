@@ -21,7 +21,7 @@ from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.vllm_omni.client import ServerClient
 from flowgrpo_fast.rollout.vllm_omni.process import ServerProcess, server_environment
-from flowgrpo_fast.rollout.weights import FlatTensors, lora_modules, lora_tensors
+from flowgrpo_fast.rollout.weights import FlatTensors, checksum, lora_modules, lora_tensors
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
 from tests import warm_python
@@ -40,6 +40,9 @@ VLLM = (
 LORA_RUN = ("model.train=lora", f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}")
 
 
+os.environ[warm_python.REAL] = PYTHON
+
+
 @functools.cache
 def start_warm_python() -> None:
     """Once a test process: imports begin while the trainer's side of the first test is built."""
@@ -48,8 +51,12 @@ def start_warm_python() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread(process_group: None) -> None:
+def warm_servers() -> None:
     start_warm_python()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(process_group: None) -> None:
     torch.use_deterministic_algorithms(False)
     settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
 
@@ -102,8 +109,13 @@ def push_lora(client: ServerClient, state: dict[str, Tensor], version: int, **ch
 
 
 def push_full(client: ServerClient, transformer: nn.Module, version: int) -> None:
-    state = {name: p.detach() for name, p in transformer.named_parameters()}
-    client.push("bucket", {"version": version, "last": True}, FlatTensors.pack(state, torch.float32), None)
+    """In two buckets; what the engine's layers then hold is what was sent."""
+    state = [(name, p.detach()) for name, p in transformer.named_parameters()]
+    for part, last in ((state[::2], False), (state[1::2], True)):
+        bound, _ = client.push(
+            "bucket", {"version": version, "last": last}, FlatTensors.pack(dict(part), torch.float32), None
+        )
+        assert bound == {name: checksum(tensor) for name, tensor in part}
 
 
 def assert_same_training(a: Path, b: Path) -> None:

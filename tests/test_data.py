@@ -52,7 +52,7 @@ def test_jsonl_keys(tmp_path: Path) -> None:
     ]
     path = written(tmp_path, "p.jsonl", "\ufeff" + "\r\n".join(json.dumps(line) for line in lines) + "\r\n")
     assert load_prompts(path) == [
-        PromptRecord(0, 'draw "K7"', " ", {"text": "K7", "level": 2, "image": "in.png"}, "in.png"),
+        PromptRecord(0, 'draw "K7"', " ", {"text": "K7", "level": 2}, "in.png"),
         PromptRecord(1, "écrire"),
     ]
 

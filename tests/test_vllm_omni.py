@@ -50,10 +50,11 @@ from tests.engines import (
     push_lora,
     run_trainer,
     running_server,
+    warm_servers,
 )
 from tests.tiny import CPU, sampling, tiny_adapter, tiny_config, tiny_pipeline
 
-__all__ = ["one_thread"]  # a fixture, used by name
+__all__ = ["one_thread", "warm_servers"]  # fixtures, used by name
 
 
 @pytest.fixture(scope="module")

@@ -16,20 +16,32 @@ from flowgrpo_fast.engine import LORA
 from flowgrpo_fast.models import build_adapter
 from flowgrpo_fast.rollout.base import RolloutRequest
 from flowgrpo_fast.rollout.in_process import InProcessRollout
-from tests.engines import ALPHA, LORA_RUN, RANK, lora_state, one_thread, push_full, push_lora, running_server
+from flowgrpo_fast.rollout.weights import FlatTensors, lora_checksums, probe
+from tests.engines import (
+    ALPHA,
+    LORA_RUN,
+    RANK,
+    Running,
+    lora_state,
+    one_thread,
+    push_full,
+    push_lora,
+    running_server,
+    warm_servers,
+)
 from tests.matrix import ENGINE_FAMILIES, SETTINGS
 from tests.pipelines import pipeline_folder
 from tests.tiny import CPU, sampling
 
-__all__ = ["one_thread"]  # a fixture, used by name
+__all__ = ["one_thread", "warm_servers"]  # fixtures, used by name
 PROMPTS = ("draw a cat", "draw a cat that is much larger than the other one")
 
 
-@pytest.mark.parametrize("family", ENGINE_FAMILIES)
-def test_the_engine_samples_what_the_trainer_does(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*ENGINE_FAMILIES, "wan-2.2-ti2v"])
+def test_the_engine_samples_what_the_trainer_does(name: str, tmp_path: Path) -> None:
     """Two prompts in one forward, guidance on, SDE windows at two places. The weights are not the checkpoint's: full ones first, then LoRA on every target of the preset.
     Latents to 1e-5 and log-probs to 1e-6: the engine fuses q, k and v, and its norms sum in another order."""
-    folder = pipeline_folder(family)
+    family, folder = name.partition("-")[0], pipeline_folder(name)
     overrides = (f"model.family={family}", f"model.path={folder}", *SETTINGS[family])
     settings = dict(text.removeprefix("rollout.").split("=") for text in SETTINGS[family])
     size = MediaSize(int(settings.get("height", 64)), int(settings.get("width", 64)), int(settings.get("frames", 1)))
@@ -41,19 +53,28 @@ def test_the_engine_samples_what_the_trainer_does(family: str, tmp_path: Path) -
     with running_server(tmp_path, *overrides, *LORA_RUN) as server:
         move(network, "weight", 0.02)
         push_full(server.client, network, 1)
+        assert_close_probes(adapter, network, server)
         assert_close(mine.generate(asked, params, 1), server.client.generate(asked, params, 1, "full"))
         preset = PeftLoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=adapter.lora_target_modules)
         network.add_adapter(preset, adapter_name=LORA)
         move(network, "lora_B", 0.05)
-        push_lora(server.client, lora_state(network), 2)
+        state = lora_state(network)
+        assert push_lora(server.client, state, 2) == lora_checksums(
+            FlatTensors.pack(state, torch.float32), ALPHA / RANK, torch.float32
+        )
+        assert_close_probes(adapter, network, server)
         assert_close(mine.generate(asked, params, 2), server.client.generate(asked, params, 2, "lora"))
 
 
 def requests(adapter: Any, guidance_scale: float, size: MediaSize) -> list[RolloutRequest]:
     negative = adapter.tokenize(["blurry"], 64) if adapter.needs_negative(guidance_scale) else None
-    made = []
+    made, generator = [], torch.Generator().manual_seed(2)
     for i, prompt in enumerate(PROMPTS):
-        image = torch.randint(0, 256, (1, 3, size.height, size.width), dtype=torch.uint8) if adapter.edits else None
+        image = (
+            torch.randint(0, 256, (1, 3, size.height, size.width), dtype=torch.uint8, generator=generator)
+            if adapter.edits
+            else None
+        )
         tokens = replace(adapter.tokenize([prompt], 64), images=image)
         guided = None if negative is None else replace(negative, images=image)
         made.append(RolloutRequest(i, tokens, guided, 2 * i + torch.arange(2), torch.tensor([0, 1])))
@@ -65,6 +86,11 @@ def move(network: torch.nn.Module, which: str, scale: float) -> None:
     for name, parameter in network.named_parameters():
         if which in name:
             parameter.data.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def assert_close_probes(adapter: Any, network: torch.nn.Module, server: Running) -> None:
+    mine, theirs = probe(adapter, network, CPU), server.client.probe()
+    torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-5 * float(mine.abs().max()))
 
 
 def assert_close(mine: RolloutBatch, theirs: RolloutBatch) -> None:

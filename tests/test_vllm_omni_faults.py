@@ -18,11 +18,21 @@ from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.wire import free_port
 from flowgrpo_fast.trainer import Trainer
-from tests.engines import LORA_RUN, PYTHON, ROOT, VLLM, assert_same_training, finish, one_thread, run_trainer
+from tests.engines import (
+    LORA_RUN,
+    PYTHON,
+    ROOT,
+    VLLM,
+    assert_same_training,
+    finish,
+    one_thread,
+    run_trainer,
+    warm_servers,
+)
 from tests.ranks import Rank, preload, wait_for
 from tests.tiny import CPU, tiny_config
 
-__all__ = ["one_thread"]  # a fixture, used by name
+__all__ = ["one_thread", "warm_servers"]  # fixtures, used by name
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +49,9 @@ def run_disturbed(config: Config) -> Trainer:
 
     def with_a_kill(requests: Any, params: Any, version: int) -> RolloutBatch:
         if version == 1 and params.window_size and not killed:
-            process = trainer.rollout.owned[0].process
-            killed.append(process)
-            threading.Timer(0.05, process.kill).start()
+            pid = trainer.rollout.clients[0].pid
+            killed.append(pid)
+            threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
         return generate(requests, params, version)
 
     trainer.rollout.generate = with_a_kill

@@ -137,10 +137,10 @@ def test_a_corrupt_or_failing_answer_is_an_error_at_the_client() -> None:
     client = ServerClient(address, None, timeout=20, device=CPU)
     answers: list[tuple[list[bytes], type[Exception], str]] = [
         ([b"{not json"], WireError, "corrupt header"),
-        ([b'{"protocol":9,"sizes":[]}'], WireError, "speaks protocol 9, this one 1"),
-        ([b'{"protocol":1,"sizes":[8],"id":3}', b"1234"], WireError, "a buffer of 8 bytes came with 4"),
-        ([b'{"protocol":1,"sizes":[],"id":null,"error":{"kind":"WireError","message":"unreadable"}}'], RemoteError, "unreadable"),
-        ([b'{"protocol":1,"sizes":[],"id":5,"error":{"kind":"EngineDeadError","message":"gone"}}'], ServerLostError, "is dead: gone"),
+        ([b'{"protocol":9,"sizes":[]}'], WireError, "speaks protocol 9, this one 2"),
+        ([b'{"protocol":2,"sizes":[8],"id":3}', b"1234"], WireError, "a buffer of 8 bytes came with 4"),
+        ([b'{"protocol":2,"sizes":[],"id":null,"error":{"kind":"WireError","message":"unreadable"}}'], RemoteError, "unreadable"),
+        ([b'{"protocol":2,"sizes":[],"id":5,"error":{"kind":"EngineDeadError","message":"gone"}}'], ServerLostError, "is dead: gone"),
     ]  # fmt: skip
 
     def answer() -> None:

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ADDRESS = "FLOWGRPO_TESTS_WARM_SERVER"
@@ -24,14 +25,14 @@ SERVE = ["-m", "flowgrpo_fast.rollout.serve"]
 
 def start(python: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """The warm process; ends when its standard input does."""
-    os.environ |= {ADDRESS: f"flowgrpo_fast-tests-{os.getpid()}", REAL: python}
+    os.environ[ADDRESS] = f"flowgrpo_fast-tests-{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0" + os.environ[ADDRESS])
     listener.listen(16)
     with listener:
         return subprocess.Popen(
             [python, __file__, "--warm", str(listener.fileno())], env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, pass_fds=[listener.fileno()],
+            stderr=(Path(tempfile.gettempdir()) / f"warm_python-{os.getpid()}.log").open("wb"), pass_fds=[listener.fileno()],
         )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def warm(listener: socket.socket) -> None:
     import flowgrpo_fast.rollout.vllm_omni.server
     import flowgrpo_fast.rollout.vllm_omni.worker  # noqa: F401
 
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be in the forks"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while listener in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
@@ -63,12 +65,14 @@ def fork(connection: socket.socket) -> None:
     """Becomes the server that was asked for; killed as soon as who asked is gone."""
     import threading
 
-    data, ancillary, *_ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(8))
+    size, ancillary, *_ = connection.recvmsg(8, socket.CMSG_SPACE(8))
     files = array.array("i", ancillary[0][2])
+    data = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
     for number, file in zip((1, 2), files, strict=True):
         os.dup2(file, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     arguments, environment, folder = json.loads(data)
+    os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
 
@@ -104,9 +108,14 @@ def ask(arguments: list[str]) -> int:
     message = json.dumps([arguments[:at] + arguments[at + 2 :], dict(os.environ), os.getcwd()]).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + os.environ[ADDRESS])
-        connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))])
+        connection.sendmsg(
+            [len(message).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))]
+        )
+        connection.sendall(message)
         answer = connection.recv(1)
-    return answer[0] if answer else 1
+    if not answer:  # killed: so ends who stands for it
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer[0]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     L     = mean of max(-A r, -A clip(r, 1 - c_low, 1 + c_high)) + kl_coef mean((v - v_ref)^2)
 
 algorithm.matching: `sigma` is -sigma e, `ghuber` -sigma ((e + tiny)^p - tiny^p) / p with p = 1/4 and tiny = 1e-10.
-On-policy the gradient is A times that of the flow matching loss. Samples come from the ODE; noise levels are drawn anew (algorithm.timesteps).
+On-policy (and `uniform`) the gradient is A times that of the flow matching loss. Samples come from the ODE; noise levels are drawn anew (algorithm.timesteps).
 """
 
 from __future__ import annotations

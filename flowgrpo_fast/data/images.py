@@ -11,15 +11,14 @@ from torch import Tensor
 
 from flowgrpo_fast.batch import MediaSize
 
+SOURCE_IMAGE = "source_image"
+"""Where rewards find, in a sample's metadata, the path of the image that was edited."""
+
 
 def load_image(file: str, size: MediaSize) -> Tensor:
     """uint8 [3, H, W]: scaled to cover the size, centre-cropped. ValueError for a file that is no image."""
-    return _as_tensor(ImageOps.fit(_opened(file), (size.width, size.height), Image.Resampling.LANCZOS))
-
-
-def read_image(file: str) -> Tensor:
-    """uint8 [3, H, W] as it is in the file. ValueError for a file that is no image."""
-    return _as_tensor(_opened(file))
+    picture = ImageOps.fit(_opened(file), (size.width, size.height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
 
 
 def _opened(file: str) -> Image.Image:
@@ -27,9 +26,5 @@ def _opened(file: str) -> Image.Image:
     try:
         with Image.open(Path(file).expanduser()) as opened:
             return ImageOps.exif_transpose(opened).convert("RGB")
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"{file} is not an image that can be read: {error}") from error
-
-
-def _as_tensor(picture: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()

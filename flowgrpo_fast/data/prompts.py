@@ -19,7 +19,7 @@ class PromptFileError(ValueError):
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt. `index` is its place in the file; `metadata` goes to the rewards; `image` is a path, for editing, which the rewards find in the metadata too."""
+    """One prompt. `index` is its place in the file; `metadata` goes to the rewards; `image` is a path, for editing."""
 
     index: int
     prompt: str
@@ -126,8 +126,7 @@ def _record(index: int, where: str, row: Any) -> PromptRecord:
         rest["ground_truth"] = rest.pop("reward_model").get("ground_truth")
     if twice := sorted(metadata.keys() & rest.keys()):
         raise PromptFileError(f'{where}: {twice[0]!r} stands in "metadata" and beside it; keep one')
-    given = {} if image is None else {"image": image}
-    return PromptRecord(index, prompt, negative_prompt, metadata | rest | given, image)
+    return PromptRecord(index, prompt, negative_prompt, metadata | rest, image)
 
 
 def _text(where: str, key: str, value: Any) -> str | None:

@@ -1,13 +1,13 @@
 """Qwen-Image-Edit and Edit-Plus: Qwen-Image that edits. The text encoder sees the image beside the prompt; its latents follow those of the sample.
 
-The image is brought to the size of the samples; the pipelines bring it to a megapixel: the same at rollout.height x width of that area. Edit-Plus shows its text encoder
-384 x 384 pixels at most; one image a prompt. As in diffusers 0.40, the text encoder counts the image's tokens in one dimension (no mm_token_type_ids are handed over).
+The image is brought to the size of the samples, where the pipelines bring it to a megapixel. Edit-Plus shows its text encoder about 384 x 384 pixels of it; one image a prompt. As in diffusers 0.40, the text encoder counts the image's tokens in one dimension (no mm_token_type_ids are handed over).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from flowgrpo_fast.batch import MediaSize
+from flowgrpo_fast.config import ConfigError
 from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
 from flowgrpo_fast.models.qwen_image import QwenImageAdapter
 
@@ -39,6 +40,14 @@ class QwenImageEditAdapter(QwenImageAdapter):
     template_head = SYSTEM
     seen_area: ClassVar[int | None] = None
     """Pixels that the text encoder sees; None: as they are."""
+
+    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(path, device, dtype)
+        if not (path / "processor" / "preprocessor_config.json").is_file():
+            raise ConfigError(
+                f"model.path: {path} has no processor/preprocessor_config.json, which brings images to the text encoder;"
+                " take the whole checkpoint"
+            )
 
     @cached_property
     def image_processor(self) -> Qwen2VLImageProcessorPil:

@@ -1,11 +1,12 @@
 """A vision-language model as judge, behind any OpenAI-compatible server (`vllm serve MODEL`): it sees the image, is asked a question, and its answer holds a number.
 
-Of an edited image it is first shown the one that was to be edited (`image` of the prompt).
+Of an edited image it is first shown what was edited (`source_image` of the metadata), as the network saw it.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import os
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_fast.data.images import read_image
+from flowgrpo_fast.batch import MediaSize
+from flowgrpo_fast.data.images import SOURCE_IMAGE, load_image
 from flowgrpo_fast.rewards.base import register_reward
 from flowgrpo_fast.rewards.frames import spread_frames
 from flowgrpo_fast.rewards.http import png, post
@@ -33,6 +35,12 @@ EDIT_QUESTION = (
 
 # "8", "8/10", "Score: 8 out of 10." and "**8**"; not the 10 of those, and nothing of "8-9" or "7 (of ten)".
 NUMBER_AT_THE_END = r"(?:^|[\s:*])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?[\s.*]*$"
+
+
+@functools.lru_cache(maxsize=64)
+def source_png(file: str, size: MediaSize) -> bytes:
+    """Once for all samples of a group."""
+    return png(load_image(file, size))
 
 
 @register_reward("vlm_judge")
@@ -78,9 +86,10 @@ class VlmJudge:
     def _score(self, image: Tensor, prompt: str, metadata: dict[str, Any]) -> float:
         shown, _ = spread_frames(image[None], self.frames)
         files = [png(frame) for frame in shown]
-        if source := metadata.get("image"):
-            files.insert(0, png(read_image(source)))
-        question = self.question or (EDIT_QUESTION if source else QUESTION)
+        source = metadata.get(SOURCE_IMAGE)
+        if source is not None:
+            files.insert(0, source_png(source, MediaSize(*image.shape[-2:])))
+        question = self.question or (QUESTION if source is None else EDIT_QUESTION)
         urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         content.append({"type": "text", "text": question.format(**{**metadata, "prompt": prompt})})

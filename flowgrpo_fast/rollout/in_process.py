@@ -187,4 +187,6 @@ def stack_tokens(parts: Sequence[PromptTokens]) -> PromptTokens:
         n = part.input_ids.shape[1]
         ids[i, :n], mask[i, :n] = part.input_ids[0], part.mask[0]
     images = [part.images for part in parts if part.images is not None]
+    if 0 < len(images) < len(parts):
+        raise ValueError(f"{len(images)} of {len(parts)} prompts of one forward have an image to edit")
     return PromptTokens(ids, mask, torch.cat(images) if images else None)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowgrpo_fast.batch import DTYPES
 
-PROTOCOL = 1
+PROTOCOL = 2
 VLLM_OMNI = "0.30"
 HANDSHAKE_PROMPT = "a handshake: two characters, one image"
 DIGEST_BYTES = 1 << 20

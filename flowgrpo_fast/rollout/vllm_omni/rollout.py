@@ -293,6 +293,8 @@ def request_key(requests: Sequence[RolloutRequest], sampling: SamplingParams, po
     for r in requests:
         for tensor in (r.tokens.input_ids, r.sample_id, r.window_start):
             digest.update(tensor.contiguous().numpy().data)
+        if r.tokens.images is not None:
+            digest.update(r.tokens.images.contiguous().numpy().data)
         if r.negative_tokens is not None:
             digest.update(r.negative_tokens.input_ids.contiguous().numpy().data)
         digest.update(str(r.group_id).encode())
