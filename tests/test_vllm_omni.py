@@ -279,7 +279,7 @@ def test_a_broken_message_is_answered_with_an_error(full_server: Running) -> Non
     socket = full_server.client._socket()
     for frames in (
         [b"{not json"],
-        [b'{"protocol":1,"sizes":[100],"op":"ping","id":1}', b"short"],
+        [b'{"protocol":2,"sizes":[100],"op":"ping","id":1}', b"short"],
         [b'{"protocol":9,"sizes":[]}'],
     ):
         socket.send_multipart(frames)
