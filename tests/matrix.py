@@ -8,7 +8,7 @@ FAMILIES = {
     "flux": "FLUX.1-dev",
     "z_image": "Z-Image",
     "qwen_image_edit": "Qwen-Image-Edit",
-    "qwen_image_edit_plus": "Qwen-Image-Edit-Plus, one image",
+    "qwen_image_edit_plus": "Qwen-Image-Edit-Plus",
     "flux_kontext": "FLUX.1 Kontext",
     "wan": "Wan 2.1",
 }

@@ -32,7 +32,7 @@ def test_builtin_glyphs() -> None:
     assert [r.index for r in train] == list(range(833))
     assert all(r.prompt == f'draw "{r.metadata["text"]}"' for r in train + validation)
     assert train[0].negative_prompt is None
-    assert train[0].image is None
+    assert train[0].images == ()
 
 
 @pytest.mark.parametrize("content", ["a cat\n  a dog \n", "a cat\r\n  a dog \r\n", "\ufeffa cat\n  a dog "])
@@ -52,7 +52,7 @@ def test_jsonl_keys(tmp_path: Path) -> None:
     ]
     path = written(tmp_path, "p.jsonl", "\ufeff" + "\r\n".join(json.dumps(line) for line in lines) + "\r\n")
     assert load_prompts(path) == [
-        PromptRecord(0, 'draw "K7"', " ", {"text": "K7", "level": 2}, "in.png"),
+        PromptRecord(0, 'draw "K7"', " ", {"text": "K7", "level": 2}, ("in.png",)),
         PromptRecord(1, "écrire"),
     ]
 
@@ -120,7 +120,7 @@ BAD_FILES = [
     ("p.jsonl", b'{"prompt": [{"role": "system", "content": "x"}]}', 'line 1: "prompt" is empty'),
     ("p.jsonl", b'{"prompt": ["x"]}', 'line 1: "prompt" is a list; write a string'),
     ("p.jsonl", b'{"prompt": "a", "negative_prompt": 3}', 'line 1: "negative_prompt" is a int'),
-    ("p.jsonl", b'{"prompt": "a", "image": 3}', 'line 1: "image" is a int'),
+    ("p.jsonl", b'{"prompt": "a", "image": 3}', 'line 1: "image" holds a int'),
     ("p.jsonl", b'{"prompt": "a", "metadata": "K7"}', 'line 1: "metadata" is a str; write an object'),
     ("p.jsonl", b'{"prompt": "a", "metadata": {"t": 1}, "t": 2}', "line 1: 't' stands in \"metadata\" and beside it"),
     ("p.parquet", b"not parquet", "cannot be read as parquet"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from flowgrpo_fast.batch import MediaSize
 from flowgrpo_fast.config import ConfigError, SigmasConfig
 from flowgrpo_fast.data.images import load_image
-from flowgrpo_fast.inputs import Inputs
+from flowgrpo_fast.data.prompts import PromptRecord
+from flowgrpo_fast.inputs import Inputs, require_images
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.models import build_adapter
 from flowgrpo_fast.models.base import PromptTokens
 from flowgrpo_fast.rollout.base import RolloutRequest
-from flowgrpo_fast.rollout.in_process import InProcessRollout
+from flowgrpo_fast.rollout.in_process import InProcessRollout, stack_tokens
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
 from tests.pipelines import pipeline_folder
@@ -65,8 +67,9 @@ class Processor:
 
 
 def theirs(
-    family: str, noise: torch.Tensor, picture: Image.Image, output_type: str, monkeypatch: pytest.MonkeyPatch
+    family: str, noise: torch.Tensor, files: list[Path], output_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
+    pictures = [Image.open(file).convert("RGB") for file in files]
     folder = pipeline_folder(family)
     common: dict[str, Any] = {
         "height": 64, "width": 64, "num_inference_steps": 4, "latents": noise.clone(), "output_type": output_type, "max_sequence_length": 64,
@@ -75,7 +78,7 @@ def theirs(
         kontext = FluxKontextPipeline.from_pretrained(folder)
         kontext.set_progress_bar_config(disable=True)
         return kontext(
-            picture, PROMPT, guidance_scale=GUIDANCE[family], _auto_resize=False, max_area=64 * 64, **common
+            pictures[0], PROMPT, guidance_scale=GUIDANCE[family], _auto_resize=False, max_area=64 * 64, **common
         ).images
     base = QwenImagePipeline.from_pretrained(folder)
     edit = {"qwen_image_edit": QwenImageEditPipeline, "qwen_image_edit_plus": QwenImageEditPlusPipeline}[family]
@@ -91,11 +94,12 @@ def theirs(
         )
     if family == "qwen_image_edit":
         monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (64, 64, None))
+    picture = pictures if family == "qwen_image_edit_plus" else pictures[0]
     return pipe(picture, PROMPT, true_cfg_scale=GUIDANCE[family], negative_prompt=NEGATIVE, **common).images
 
 
-def with_image(tokens: PromptTokens, image: torch.Tensor) -> PromptTokens:
-    return PromptTokens(tokens.input_ids, tokens.mask, image[None])
+def with_images(tokens: PromptTokens, files: list[Path]) -> PromptTokens:
+    return replace(tokens, images=torch.stack([load_image(str(file), SIZE) for file in files])[None])
 
 
 @each_family
@@ -104,24 +108,23 @@ def test_ode_sample_is_diffusers_own(family: str, pictures: list[Path], monkeypa
     network = adapter.load_transformer().eval()
     rollout = InProcessRollout(adapter, network, SigmasConfig(), CPU)
     results = []
-    for file in pictures:
-        image = load_image(str(file), SIZE)
-        negative = (
-            with_image(adapter.tokenize([NEGATIVE], 64), image) if adapter.needs_negative(GUIDANCE[family]) else None
-        )
+    # Edit-Plus gets both pictures, and then in the other order.
+    sources = [order[: adapter.max_source_images] for order in (pictures, pictures[::-1])]
+    for files in sources:
+        guided = adapter.needs_negative(GUIDANCE[family])
+        negative = with_images(adapter.tokenize([NEGATIVE], 64), files) if guided else None
         request = RolloutRequest(
-            0, with_image(adapter.tokenize([PROMPT], 64), image), negative, torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
+            0, with_images(adapter.tokenize([PROMPT], 64), files), negative, torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
         )  # fmt: skip
         results.append(
             rollout.generate([request], sampling(num_steps=4, guidance_scale=GUIDANCE[family], window_size=0), 0)
         )
-    # Another image, another sample.
+    # Other images, another sample.
     assert float((results[0].latents - results[1].latents).abs().max()) > 1e-3
     batch = results[0]
     noise = rollout._initial_noise(3, torch.tensor([0]), adapter.latent_shape(SIZE))
-    with Image.open(pictures[0]) as picture:
-        latents = theirs(family, noise, picture.convert("RGB"), "latent", monkeypatch)
-        pixels = np.asarray(theirs(family, noise, picture.convert("RGB"), "np", monkeypatch))[0]
+    latents = theirs(family, noise, sources[0], "latent", monkeypatch)
+    pixels = np.asarray(theirs(family, noise, sources[0], "np", monkeypatch))[0]
     torch.testing.assert_close(batch.latents[:1, 0], latents, rtol=0, atol=1e-4)
     assert batch.images is not None
     assert np.abs(batch.images[0].permute(1, 2, 0).numpy().astype(int) - (pixels * 255).round().astype(int)).max() <= 1
@@ -131,7 +134,10 @@ def test_ode_sample_is_diffusers_own(family: str, pictures: list[Path], monkeypa
 def test_trained_with_ratio_one(family: str, pictures: list[Path], tmp_path: Path) -> None:
     """In full; with LoRA in test_matrix.py."""
     rows = [
-        {"prompt": f"draw {word}", "image": str(pictures[i % 2])}
+        {
+            "prompt": f"draw {word}",
+            "image": [str(pictures[(i + j) % 2]) for j in range(2 if family.endswith("plus") else 1)],
+        }
         for i, word in enumerate(("cat", "a big dog", "x", "y y"))
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -149,13 +155,33 @@ def test_trained_with_ratio_one(family: str, pictures: list[Path], tmp_path: Pat
         assert row["optimizer/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("image", [None, "/nowhere.png"])
-def test_a_prompt_without_an_image_stops_before_loading(image: str | None, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "draw", "image": image}) + "\n")
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([None], "prompt 0 .'draw'. has 0 images: flux_kontext edits 1; write"),
+        ([["a.png", "b.png"]], "prompt 0 .'draw'. has 2 images: flux_kontext edits 1; write"),
+        (["/nowhere.png"], "prompt 0 .'draw'. has image '/nowhere.png', which is no file"),
+    ],
+)
+def test_a_prompt_without_its_images_stops_before_loading(images: list[Any], message: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "draw", "image": image} for image in images]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = tiny_config(
         tmp_path, "model.family=flux_kontext", f"model.path={pipeline_folder('flux_kontext')}", f"data.train={tmp_path / 'prompts.jsonl'}", "data.validation=null",
     )  # fmt: skip
-    with pytest.raises(
-        ConfigError, match="prompt 0 .'draw'. has image .* which is no file .*: flux_kontext edits images"
-    ):
+    with pytest.raises(ConfigError, match=message):
         Inputs(config, 1)
+
+
+def test_prompts_have_as_many_images_as_each_other(pictures: list[Path]) -> None:
+    one, two = (PromptRecord(i, "draw", images=tuple(map(str, pictures[: i + 1]))) for i in range(2))
+    require_images([two, two], "qwen_image_edit_plus", 3)
+    with pytest.raises(ConfigError, match="prompt 1 .'draw'. has 2 images, prompt 0 1: give all as many"):
+        require_images([one, two], "qwen_image_edit_plus", 3)
+
+
+def test_images_of_some_prompts_of_a_forward_alone_are_an_error(pictures: list[Path]) -> None:
+    adapter: Any = build_adapter("flux_kontext", str(pipeline_folder("flux_kontext")), CPU, torch.float32)
+    tokens = adapter.tokenize([PROMPT], 64)
+    with pytest.raises(ValueError, match="1 of 2 prompts of one forward have an image to edit"):
+        stack_tokens([with_images(tokens, pictures[:1]), tokens])

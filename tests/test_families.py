@@ -131,7 +131,7 @@ def test_the_prompt_matters(case: Family) -> None:
 def test_replay_has_ratio_one_to_the_last_bit(case: Family, train: str, tmp_path: Path) -> None:
     """Two steps of the trainer; the LoRA preset binds, learns and exports."""
     config = tiny_config(
-        tmp_path, f"model.family={case.family}", f"model.path={pipeline_folder(case.name)}", f"model.train={train}", "model.lora.rank=2",
+        tmp_path, f"model.family={case.family}", f"model.path={pipeline_folder(case.name)}", f"model.train={train}", f"engine.zero_stage={3 if train == 'full' else 0}", "model.lora.rank=2",
         f"rollout.height={case.size.height}", f"rollout.width={case.size.width}", f"rollout.frames={case.size.frames}",
         f"rollout.guidance_scale={case.guidance}", "rollout.max_sequence_length=64", "data.negative_prompt=blurry", "trainer.total_steps=2", "validation.num_prompts=1",
         "engine.threads=1",

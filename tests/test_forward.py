@@ -253,7 +253,7 @@ def test_offline_pairs(family: str, tmp_path: Path) -> None:
         files = {key: str(tmp_path / f"{i}_{key}.png") for key in ("chosen", "rejected")}
         for j, file in enumerate(files.values()):
             Image.effect_noise((80 + 16 * j, 70), 40 + 40 * i).convert("RGB").save(file)
-        rows.append(json.dumps({"prompt": word, **files}) + "\n")
+        rows.append(json.dumps({"prompt": word, "image": files["rejected"], **files}) + "\n")
     (tmp_path / "pairs.jsonl").write_text("".join(rows))
     # Validation has pairs too, which are of no use there.
     (tmp_path / "validation.jsonl").write_text(rows[0])

@@ -11,6 +11,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from flowgrpo_fast.batch import MediaSize
+from flowgrpo_fast.data.images import load_image
 from flowgrpo_fast.data.prepare import main
 from flowgrpo_fast.data.prompts import load_prompts
 
@@ -103,6 +105,28 @@ def test_pairs_without_ties(tmp_path: Path, pick_a_pic: Path) -> None:
     records = load_prompts(str(tmp_path / "out.jsonl"))
     colors = [[Image.open(r.metadata[key]).getpixel((4, 4)) for key in ("chosen", "rejected")] for r in records]
     assert [[pixel[0] > 200 for pixel in pair] for pair in colors] == [[True, False], [False, True]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "image", "is_struct"),
+    [("edit_prompt", "original_image", True), ("instruction", "source_img", False)],
+)
+def test_edits_have_their_images(tmp_path: Path, instruction: str, image: str, is_struct: bool) -> None:
+    def held(color: str) -> object:
+        return {"bytes": picture(color), "path": None} if is_struct else picture(color)
+
+    rows = [
+        {instruction: "make it red", image: held("blue")},
+        {instruction: " ", image: held("red")},
+        {instruction: "x", image: held("red")},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    out = tmp_path / "out.jsonl"
+    assert main(["edits", str(tmp_path / "in.parquet"), "--out", str(out), "--images", str(tmp_path / "images")]) == 0
+    records = load_prompts(str(out))
+    assert [r.prompt for r in records] == ["make it red", "x"]
+    blue, red = (load_image(r.images[0], MediaSize(8, 8))[:, 4, 4].tolist() for r in records)
+    assert (blue[2] > 200 > blue[0], red[0] > 200 > red[2]) == (True, True)
 
 
 def test_held_out_prompts_are_drawn_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from flowgrpo_fast.config_file import load_config
 from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.trainer import Trainer
+from tests.engines import PYTHON
 from tests.pipelines import pipeline_folder
 from tests.tiny import CPU, tiny_config
 
@@ -48,12 +49,14 @@ def inputs(tmp_path: Path, recipe: Path) -> list[str]:
             given.append(f"rewards.{i}.kwargs.path={tmp_path}")
             (tmp_path / "config.json").touch()
             (tmp_path / "preprocessor_config.json").touch()
-    return given + ["rollout.backend=in_process"] * (config.rollout.backend == "vllm_omni")
+    return given
 
 
 @each_recipe
 def test_dry_run(recipe: Path, inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--config", str(recipe), *inputs, "engine.threads=1", "--dry-run"]) == 0
+    """Those that sample by vllm-omni with its checks: the environment, the engine's settings. Here it has no GPUs."""
+    engine = ("rollout.server.cpu=true", f"rollout.python={PYTHON}")
+    assert train.main(["--config", str(recipe), *inputs, *engine, "engine.threads=1", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "memory of each of 1 rank(s)" in printed
     assert "update: " in printed

@@ -248,7 +248,7 @@ def test_a_judge_of_an_edit_sees_both_images(judge: tuple[str, list[dict[str, An
     url, requests = judge
     before = torch.full((3, 8, 12), 100, dtype=torch.uint8)
     Image.fromarray(before.permute(1, 2, 0).numpy()).save(tmp_path / "before.png")
-    VlmJudge(url, "m")(images(), ["make it blue"] * 3, [{"source_image": str(tmp_path / "before.png")}] * 3)
+    VlmJudge(url, "m")(images(), ["make it blue"] * 3, [{"source_images": [str(tmp_path / "before.png")]}] * 3)
     *shown, text = requests[0]["messages"][0]["content"]
     first = Image.open(io.BytesIO(base64.b64decode(shown[0]["image_url"]["url"].partition(",")[2])))
     assert (len(shown), first.size, first.getpixel((0, 0))) == (2, images().shape[:-3:-1], (100, 100, 100))

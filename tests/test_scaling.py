@@ -145,7 +145,8 @@ def test_a_checkpoint_moves_to_another_number_of_ranks(tmp_path: Path, settings:
     run_dir, common = tmp_path / "run", (*SMALL, *settings, "ema.decay=0.9", "trainer.keep_checkpoints=9")
     run_ranks(2, run_dir, *common, "trainer.total_steps=2")
     states = {}
-    for ranks in (2, 1, 4):
+    counts = (2, 4) if settings else (2, 1, 4)
+    for ranks in counts:
         file = {"DUMP": str(tmp_path / f"{ranks}.pt")}
         codes, output = finish(start_ranks(ranks, run_dir, *common, "trainer.total_steps=3", extra=file, main=dump))
         assert codes == [0] * ranks, output
@@ -153,7 +154,7 @@ def test_a_checkpoint_moves_to_another_number_of_ranks(tmp_path: Path, settings:
     assert {name.partition("/")[0] for name in states[2]} == {"weights", "average", "old", "exp_avg", "exp_avg_sq"}
     moments = [bool(t.any()) for name, t in states[2].items() if name.startswith("exp_avg")]
     assert sum(moments) > len(moments) / 2, f"{sum(moments)} of {len(moments)} moments are not zero"
-    for ranks in (1, 4):
+    for ranks in counts[1:]:
         assert states[ranks].keys() == states[2].keys()
         for name, t in states[2].items():
             assert torch.equal(states[ranks][name], t), (ranks, name)

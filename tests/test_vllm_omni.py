@@ -52,7 +52,7 @@ from tests.engines import (
     running_server,
     warm_servers,
 )
-from tests.tiny import CPU, sampling, tiny_adapter, tiny_config, tiny_pipeline
+from tests.tiny import CPU, sampling, tiny_adapter, tiny_config, tiny_pipeline, unpartitioned_config
 
 __all__ = ["one_thread", "warm_servers"]  # fixtures, used by name
 
@@ -334,7 +334,7 @@ def by_hand(running: Running) -> tuple[str, ...]:
 
 
 def test_a_lora_run_agrees_with_its_engine_to_the_last_bit(lora_server: Running, tmp_path: Path) -> None:
-    config = tiny_config(
+    config = unpartitioned_config(
         tmp_path,
         *by_hand(lora_server),
         *LORA_RUN,
@@ -377,7 +377,7 @@ def test_the_average_is_sampled_by_the_engine_too(kind: str, request: pytest.Fix
     }
     seen = {}
     for name, overrides in runs.items():
-        run_trainer(tiny_config(tmp_path / name, *overrides))
+        run_trainer(unpartitioned_config(tmp_path / name, *overrides))
         seen[name] = [row["validation/reward"] for row in read_metrics(tmp_path / name)]
     assert len(seen["engine"]) == 2
     assert seen["engine"] == seen["here"]
@@ -390,7 +390,7 @@ def test_the_gate_takes_the_trainers_log_probs_where_the_engine_is_too_far_off(
     full_server: Running, tmp_path: Path, clip: float, trusted: bool
 ) -> None:
     """A trainer whose network rounds differently: too far off for one clip range, near enough for another."""
-    config = tiny_config(
+    config = unpartitioned_config(
         tmp_path, *by_hand(full_server), "trainer.total_steps=1", "data.validation=null",
         f"algorithm.clip_low={clip}", f"algorithm.clip_high={clip}",
     )  # fmt: skip
@@ -412,7 +412,7 @@ def test_the_gate_takes_the_trainers_log_probs_where_the_engine_is_too_far_off(
 
 
 def test_overlap_is_one_step_off_policy_and_says_so(full_server: Running, tmp_path: Path) -> None:
-    run_trainer(tiny_config(tmp_path, *by_hand(full_server), "rollout.overlap=true", "trainer.total_steps=4"))
+    run_trainer(unpartitioned_config(tmp_path, *by_hand(full_server), "rollout.overlap=true", "trainer.total_steps=4"))
     rows = read_metrics(tmp_path)
     assert [row["policy/staleness"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
     assert rows[0]["policy/ratio_max_deviation"] == 0.0

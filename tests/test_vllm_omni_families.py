@@ -70,13 +70,10 @@ def requests(adapter: Any, guidance_scale: float, size: MediaSize) -> list[Rollo
     negative = adapter.tokenize(["blurry"], 64) if adapter.needs_negative(guidance_scale) else None
     made, generator = [], torch.Generator().manual_seed(2)
     for i, prompt in enumerate(PROMPTS):
-        image = (
-            torch.randint(0, 256, (1, 3, size.height, size.width), dtype=torch.uint8, generator=generator)
-            if adapter.edits
-            else None
-        )
-        tokens = replace(adapter.tokenize([prompt], 64), images=image)
-        guided = None if negative is None else replace(negative, images=image)
+        shape = (1, min(adapter.max_source_images, 2), 3, size.height, size.width)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) if shape[1] else None
+        tokens = replace(adapter.tokenize([prompt], 64), images=images)
+        guided = None if negative is None else replace(negative, images=images)
         made.append(RolloutRequest(i, tokens, guided, 2 * i + torch.arange(2), torch.tensor([0, 1])))
     return made
 

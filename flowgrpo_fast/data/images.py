@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flowgrpo_fast.batch import MediaSize
 
-SOURCE_IMAGE = "source_image"
-"""Where rewards find, in a sample's metadata, the path of the image that was edited."""
+SOURCE_IMAGES = "source_images"
+"""Where rewards find, in a sample's metadata, the paths of the images that were edited."""
 
 
 def load_image(file: str, size: MediaSize) -> Tensor:

@@ -4,6 +4,7 @@
     python -m flowgrpo_fast.data.prepare geneval  evaluation_metadata.jsonl    --out geneval.jsonl   GenEval's own file
     python -m flowgrpo_fast.data.prepare pickapic train-*.parquet              --out pick.parquet    Pick-a-Pic: its captions, each once
     python -m flowgrpo_fast.data.prepare pairs    train-*.parquet --out pairs.jsonl --images pairs/  Pick-a-Pic: pairs for offline DPO
+    python -m flowgrpo_fast.data.prepare edits    train-*.parquet --out edits.jsonl --images edits/  InstructPix2Pix or MagicBrush: instructions and the images to edit
 
 The output is what `data.train` reads: prompt, negative_prompt, and whatever the rewards want. Its name ends in .jsonl or .parquet.
 """
@@ -80,12 +81,51 @@ def pairs(sources: list[Path], images: Path | None) -> Iterator[Row]:
             yield {"prompt": row["caption"], "chosen": str(order[0].absolute()), "rejected": str(order[1].absolute())}
 
 
+# Instruction and source image: InstructPix2Pix, MagicBrush.
+EDIT_COLUMNS = (("edit_prompt", "original_image"), ("instruction", "source_img"))
+
+
+def edits(sources: list[Path], images: Path | None) -> Iterator[Row]:
+    """Each row's source image as a file; the edited one is left out: rewards judge what the model makes."""
+    assert images is not None
+    images.mkdir(parents=True, exist_ok=True)
+    count = 0
+    for source in sources:
+        names = _names(source)
+        found = next((list(columns) for columns in EDIT_COLUMNS if names.issuperset(columns)), None)
+        if found is None:
+            known = " nor ".join(f"{a!r} with {b!r}" for a, b in EDIT_COLUMNS)
+            raise PromptFileError(f"{source}: has neither {known}, only {', '.join(sorted(names))}")
+        for row in _columns(source, found):
+            prompt, image = (row[name] for name in found)
+            data = image["bytes"] if isinstance(image, dict) else image
+            if not prompt or not prompt.strip() or not data:
+                continue
+            # Whatever its format: what opens it looks at the content.
+            file = images / f"{count:07d}.img"
+            file.write_bytes(data)
+            count += 1
+            yield {"prompt": prompt.strip(), "image": str(file.absolute())}
+
+
 KINDS: dict[str, Callable[[list[Path], Path | None], Iterator[Row]]] = {
     "ocr": ocr,
     "geneval": geneval,
     "pickapic": pickapic,
     "pairs": pairs,
+    "edits": edits,
 }
+WITH_IMAGES = ("pairs", "edits")
+
+
+def _names(source: Path) -> set[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return set(pyarrow.parquet.read_schema(source).names)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise PromptFileError(f"{source}: cannot be read as parquet ({error})") from error
 
 
 def _columns(source: Path, names: list[str]) -> Iterator[Row]:
@@ -127,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("sources", nargs="+", help="files; ~ is expanded")
     parser.add_argument("--out", required=True, help=".jsonl or .parquet")
-    parser.add_argument("--images", help="pairs: folder for the pictures")
+    parser.add_argument("--images", help="pairs, edits: folder for the pictures")
     parser.add_argument("--negative-prompt", help="of every prompt; without it data.negative_prompt counts")
     parser.add_argument(
         "--system-prompt", help="writes each prompt as a chat, verl's form; here the model's template has its own"
@@ -141,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, sources = Path(a.out).expanduser(), [Path(source).expanduser() for source in a.sources]
     if out.suffix not in (".jsonl", ".parquet"):
         parser.error(f"--out {a.out}: name it .jsonl or .parquet")
-    if (a.kind == "pairs") != (a.images is not None):
-        parser.error("--images goes with pairs, and pairs need it")
+    if (a.kind in WITH_IMAGES) != (a.images is not None):
+        parser.error(f"--images goes with {' and '.join(WITH_IMAGES)}, which need it")
     if a.kind == "geneval" and out.suffix == ".parquet":
         parser.error("--out: GenEval's prompts have different fields, which a table would fill up; name it .jsonl")
     try:

@@ -19,20 +19,20 @@ class PromptFileError(ValueError):
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt. `index` is its place in the file; `metadata` goes to the rewards; `image` is a path, for editing."""
+    """One prompt. `index` is its place in the file; `metadata` goes to the rewards; `images` are paths, for editing."""
 
     index: int
     prompt: str
     negative_prompt: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    image: str | None = None
+    images: tuple[str, ...] = ()
 
 
 def load_prompts(source: str, split: Split = "train") -> list[PromptRecord]:
     """The prompts of `source`: "builtin:glyphs" (of which `split` picks a part), or the path of a file, `~` expanded.
 
     .txt      one prompt a line
-    .jsonl    one object a line: prompt, negative_prompt, image, metadata; any further key becomes metadata
+    .jsonl    one object a line: prompt, negative_prompt, image (a path, or a list of them), metadata; any further key becomes metadata
     .parquet  the same as columns. In both, verl's form is understood: a prompt that is a chat (its last user message
               is taken: the system prompt is the model's template here), reward_model.ground_truth -> ground_truth
 
@@ -117,7 +117,7 @@ def _record(index: int, where: str, row: Any) -> PromptRecord:
     if prompt is None or not prompt.strip():
         raise PromptFileError(f'{where}: "prompt" is empty; write one or delete the row')
     negative_prompt = _text(where, "negative_prompt", rest.pop("negative_prompt", None))
-    image = _text(where, "image", rest.pop("image", None))
+    images = _paths(where, rest.pop("image", None))
     metadata = rest.pop("metadata", None)
     if metadata is not None and not isinstance(metadata, dict):
         raise PromptFileError(f'{where}: "metadata" is a {type(metadata).__name__}; write an object')
@@ -126,7 +126,14 @@ def _record(index: int, where: str, row: Any) -> PromptRecord:
         rest["ground_truth"] = rest.pop("reward_model").get("ground_truth")
     if twice := sorted(metadata.keys() & rest.keys()):
         raise PromptFileError(f'{where}: {twice[0]!r} stands in "metadata" and beside it; keep one')
-    return PromptRecord(index, prompt, negative_prompt, metadata | rest, image)
+    return PromptRecord(index, prompt, negative_prompt, metadata | rest, images)
+
+
+def _paths(where: str, value: Any) -> tuple[str, ...]:
+    paths = [] if value is None else value if isinstance(value, list) else [value]
+    if wrong := [path for path in paths if not isinstance(path, str)]:
+        raise PromptFileError(f'{where}: "image" holds a {type(wrong[0]).__name__}; write a path, or a list of them')
+    return tuple(paths)
 
 
 def _text(where: str, key: str, value: Any) -> str | None:

@@ -21,7 +21,7 @@ Guidance = Literal["negative", "embedded"]
 @dataclass(frozen=True)
 class PromptTokens:
     """Template and prompt, right-padded: input_ids int64 [P, L], mask bool [P, L]. A family with several tokenizers has their ids one after another.
-    images uint8 [P, 3, H, W]: what is to be edited, for families that do."""
+    images uint8 [P, M, 3, H, W]: what is to be edited, for families that do."""
 
     input_ids: Tensor
     mask: Tensor
@@ -31,7 +31,7 @@ class PromptTokens:
 @dataclass(frozen=True)
 class PromptEmbeds:
     """One row per prompt, right-padded: embeds [P, L, E]; the text lengths on the host, so that no forward waits for the device
-    to learn whether it needs a mask; pooled [P, E'] where the family has it; image_latents fp32 [P, N, C]: tokens of the image to be edited."""
+    to learn whether it needs a mask; pooled [P, E'] where the family has it; image_latents fp32 [P, N, C]: tokens of the images to be edited."""
 
     embeds: Tensor
     lengths: tuple[int, ...]
@@ -90,8 +90,8 @@ class ModelAdapter(Protocol):
     pipeline_class: ClassVar[Any]
     """diffusers' pipeline: exports are in its formats."""
     guidance: ClassVar[Guidance]
-    edits: ClassVar[bool]
-    """Takes an image beside each prompt."""
+    max_source_images: ClassVar[int]
+    """Images beside a prompt, for families that edit; else 0."""
     path: Path
     device: torch.device
     dtype: torch.dtype

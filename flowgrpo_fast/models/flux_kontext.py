@@ -21,14 +21,14 @@ from flowgrpo_fast.models.flux import FluxAdapter
 class FluxKontextAdapter(FluxAdapter):
     family = "flux_kontext"
     pipeline_class = FluxKontextPipeline
-    edits = True
+    max_source_images = 1
 
     def encode(self, tokens: PromptTokens) -> PromptEmbeds:
         embeds = super().encode(tokens)
         if tokens.images is None:
             return embeds
-        size = MediaSize(*tokens.images.shape[2:])
-        return replace(embeds, image_latents=self.encode_images(tokens.images, size).contiguous())
+        size = MediaSize(*tokens.images.shape[3:])
+        return replace(embeds, image_latents=self.encode_images(tokens.images[:, 0], size).contiguous())
 
     def network_inputs(
         self, x: Tensor, sigma: Tensor, prompt: PromptEmbeds, guidance_scale: float, size: MediaSize

@@ -29,7 +29,7 @@ class PipelineAdapter(ABC):
     guidance: ClassVar[Guidance] = "negative"
     rescales: ClassVar[bool] = False
     """Guidance keeps the norm of each token of the branch with the prompt."""
-    edits: ClassVar[bool] = False
+    max_source_images: ClassVar[int] = 0
     pooled_width: int | None = None
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -115,7 +115,7 @@ class PipelineAdapter(ABC):
         prompt = positive
         if negative is not None:
             x, sigma, prompt = torch.cat([x, x]), torch.cat([sigma, sigma]), join_branches(positive, negative)
-        # The tokens of an image to be edited follow those of x.
+        # The tokens of images to be edited follow those of x.
         v = self.predict(transformer, self.network_inputs(x, sigma, prompt, guidance_scale, size))[:, : x.shape[1]]
         if negative is None:
             return v

@@ -1,6 +1,6 @@
-"""Qwen-Image-Edit and Edit-Plus: Qwen-Image that edits. The text encoder sees the image beside the prompt; its latents follow those of the sample.
+"""Qwen-Image-Edit and Edit-Plus: Qwen-Image that edits. The text encoder sees the images beside the prompt; their latents follow those of the sample.
 
-The image is brought to the size of the samples, where the pipelines bring it to a megapixel. Edit-Plus shows its text encoder about 384 x 384 pixels of it; one image a prompt. As in diffusers 0.40, the text encoder counts the image's tokens in one dimension (no mm_token_type_ids are handed over).
+Images are brought to the size of the samples, where the pipelines bring them to a megapixel. Edit-Plus takes several, and shows its text encoder about 384 x 384 pixels of each. As in diffusers 0.40, the text encoder counts the image's tokens in one dimension (no mm_token_type_ids are handed over).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ END = "{}<|im_end|>\n<|im_start|>assistant\n"
 class QwenImageEditAdapter(QwenImageAdapter):
     family = "qwen_image_edit"
     pipeline_class = QwenImageEditPipeline
-    edits = True
+    max_source_images = 1
     template = SYSTEM + PICTURE + END
     template_drop = 64
     template_head = SYSTEM
@@ -58,28 +58,31 @@ class QwenImageEditAdapter(QwenImageAdapter):
         """[P, vision and text tokens, E]. Without images, as Qwen-Image."""
         if tokens.images is None:
             return super().encode(tokens)
-        size = MediaSize(*tokens.images.shape[2:])
-        seen = self.image_processor(images=[self._seen(image) for image in tokens.images], return_tensors="pt")
+        size = MediaSize(*tokens.images.shape[3:])
+        images = tokens.images.flatten(0, 1)
+        seen = self.image_processor(images=[self._seen(image) for image in images], return_tensors="pt")
         each = int(seen["image_grid_thw"][0].prod()) // self.image_processor.merge_size**2
-        ids, mask = (t.to(self.device) for t in self._with_places(tokens, each))
+        ids, mask = (t.to(self.device) for t in self._with_places(tokens, each, tokens.images.shape[1]))
         hidden = self.text_encoder.model(
             input_ids=ids,
             attention_mask=mask.long(),
             pixel_values=seen["pixel_values"].to(self.device, self.dtype),
             image_grid_thw=seen["image_grid_thw"].to(self.device),
         ).last_hidden_state
-        return replace(
-            self.without_template(hidden, mask), image_latents=self.encode_images(tokens.images, size).contiguous()
-        )
+        latents = self.encode_images(images, size).unflatten(0, tokens.images.shape[:2]).flatten(1, 2)
+        return replace(self.without_template(hidden, mask), image_latents=latents.contiguous())
 
-    def _with_places(self, tokens: PromptTokens, each: int) -> tuple[Tensor, Tensor]:
-        """The one image token of the template, as many times as the text encoder has tokens for the image."""
-        pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    def _with_places(self, tokens: PromptTokens, each: int, count: int) -> tuple[Tensor, Tensor]:
+        """In the place of the template's one image token: as many as the text encoder has for an image, and the same for each further picture."""
+        pad, end = self.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|vision_end|>"])
         at = int((tokens.input_ids[0] == pad).nonzero()[0])
-        parts = []
-        for t in (tokens.input_ids, tokens.mask):
-            parts.append(torch.cat([t[:, :at], t[:, at : at + 1].expand(-1, each), t[:, at + 1 :]], 1))
-        return parts[0], parts[1]
+        middle = [pad] * each
+        for number in range(2, count + 1):
+            middle += [end, *self.tokenizer(f"Picture {number}: <|vision_start|>").input_ids, *[pad] * each]
+        ids = torch.tensor(middle).expand(len(tokens.input_ids), -1)
+        parts = ((tokens.input_ids, ids), (tokens.mask, torch.ones_like(ids, dtype=torch.bool)))
+        whole = [torch.cat([t[:, :at], new, t[:, at + 1 :]], 1) for t, new in parts]
+        return whole[0], whole[1]
 
     def _seen(self, image: Tensor) -> Image.Image:
         picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
@@ -96,12 +99,15 @@ class QwenImageEditAdapter(QwenImageAdapter):
             return inputs
         return inputs | {
             "hidden_states": torch.cat([inputs["hidden_states"], prompt.image_latents.to(self.dtype)], 1),
-            "img_shapes": [shapes * 2 for shapes in inputs["img_shapes"]],
+            "img_shapes": [
+                shapes * (1 + prompt.image_latents.shape[1] // x.shape[1]) for shapes in inputs["img_shapes"]
+            ],
         }
 
 
 class QwenImageEditPlusAdapter(QwenImageEditAdapter):
     family = "qwen_image_edit_plus"
     pipeline_class = QwenImageEditPlusPipeline
+    max_source_images = 3
     template = SYSTEM + "Picture 1: " + PICTURE + END
     seen_area = plus.CONDITION_IMAGE_SIZE

@@ -1,6 +1,6 @@
 """A vision-language model as judge, behind any OpenAI-compatible server (`vllm serve MODEL`): it sees the image, is asked a question, and its answer holds a number.
 
-Of an edited image it is first shown what was edited (`source_image` of the metadata), as the network saw it.
+Of an edited image it is first shown what was edited (`source_images` of the metadata), as the network saw it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.batch import MediaSize
-from flowgrpo_fast.data.images import SOURCE_IMAGE, load_image
+from flowgrpo_fast.data.images import SOURCE_IMAGES, load_image
 from flowgrpo_fast.rewards.base import register_reward
 from flowgrpo_fast.rewards.frames import spread_frames
 from flowgrpo_fast.rewards.http import png, post
@@ -28,8 +28,8 @@ QUESTION = (
     "Answer with one number from 0 (not at all) to 10 (perfectly), and nothing else."
 )
 EDIT_QUESTION = (
-    "The first image was to be edited as follows: {prompt}\n"
-    "The second is the result. How well does it follow the instruction and leave the rest as it was?"
+    "What comes before the last image was to be edited as follows: {prompt}\n"
+    "The last is the result. How well does it follow the instruction and leave the rest as it was?"
     " Answer with one number from 0 (not at all) to 10 (perfectly), and nothing else."
 )
 
@@ -86,10 +86,9 @@ class VlmJudge:
     def _score(self, image: Tensor, prompt: str, metadata: dict[str, Any]) -> float:
         shown, _ = spread_frames(image[None], self.frames)
         files = [png(frame) for frame in shown]
-        source = metadata.get(SOURCE_IMAGE)
-        if source is not None:
-            files.insert(0, source_png(source, MediaSize(*image.shape[-2:])))
-        question = self.question or (QUESTION if source is None else EDIT_QUESTION)
+        sources = metadata.get(SOURCE_IMAGES, [])
+        files = [source_png(source, MediaSize(*image.shape[-2:])) for source in sources] + files
+        question = self.question or (EDIT_QUESTION if sources else QUESTION)
         urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         content.append({"type": "text", "text": question.format(**{**metadata, "prompt": prompt})})

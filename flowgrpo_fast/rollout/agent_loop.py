@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.config import ConfigError, SigmasConfig
-from flowgrpo_fast.data.images import SOURCE_IMAGE, load_image
+from flowgrpo_fast.data.images import SOURCE_IMAGES, load_image
 from flowgrpo_fast.data.prompts import PromptRecord
 from flowgrpo_fast.models.base import ModelAdapter, PromptTokens
 from flowgrpo_fast.registry import load_named
@@ -128,17 +128,17 @@ class AgentContext:
     negative_prompt: str | None
     sigmas: SigmasConfig
 
-    def tokenize(self, prompt: str, image: Tensor | None = None) -> PromptTokens:
-        """image: `source_image` of the prompt. ValueError for a family that edits without one."""
-        if self.adapter.edits and image is None:
-            raise ValueError(f"{self.adapter.family} edits images: tokenize(prompt, context.source_image(record))")
-        return replace(self.adapter.tokenize([prompt], self.max_sequence_length), images=image)
+    def tokenize(self, prompt: str, images: Tensor | None = None) -> PromptTokens:
+        """images: `source_images` of the prompt. ValueError for a family that edits without any."""
+        if self.adapter.max_source_images and images is None:
+            raise ValueError(f"{self.adapter.family} edits images: tokenize(prompt, context.source_images(record))")
+        return replace(self.adapter.tokenize([prompt], self.max_sequence_length), images=images)
 
-    def source_image(self, record: PromptRecord) -> Tensor | None:
-        """uint8 [1, 3, H, W] at the size of the samples, for families that edit."""
-        if not self.adapter.edits or record.image is None:
+    def source_images(self, record: PromptRecord) -> Tensor | None:
+        """uint8 [1, M, 3, H, W] at the size of the samples, for families that edit."""
+        if not self.adapter.max_source_images or not record.images:
             return None
-        return load_image(record.image, self.queue.sampling.media_size)[None]
+        return torch.stack([load_image(image, self.queue.sampling.media_size) for image in record.images])[None]
 
 
 class AgentLoop(ABC):
@@ -158,13 +158,13 @@ class AgentLoop(ABC):
         c = self.context
         negative = c.negative_prompt if task.record.negative_prompt is None else task.record.negative_prompt
         guided = c.adapter.needs_negative(c.queue.sampling.guidance_scale) and negative is not None
-        image, metadata = c.source_image(task.record), task.record.metadata
-        if image is not None:
-            metadata = metadata | {SOURCE_IMAGE: task.record.image}
+        images, metadata = c.source_images(task.record), task.record.metadata
+        if images is not None:
+            metadata = metadata | {SOURCE_IMAGES: list(task.record.images)}
         request = RolloutRequest(
             group_id=int(task.group_id[turn]),
-            tokens=c.tokenize(prompt, image),
-            negative_tokens=c.tokenize(negative, image) if guided and negative is not None else None,
+            tokens=c.tokenize(prompt, images),
+            negative_tokens=c.tokenize(negative, images) if guided and negative is not None else None,
             sample_id=task.sample_id[turn],
             window_start=task.window_start[turn],
         )

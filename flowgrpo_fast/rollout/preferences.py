@@ -30,7 +30,7 @@ class PreferenceLoop(SingleTurnAgentLoop):
         size = c.queue.sampling.media_size
         files = [str(task.record.metadata[key]) for key in KEYS]
         images = torch.stack(await asyncio.gather(*(asyncio.to_thread(load_image, file, size) for file in files)))
-        text = c.adapter.encode(c.tokenize(task.record.prompt, c.source_image(task.record)))
+        text = c.adapter.encode(c.tokenize(task.record.prompt, c.source_images(task.record)))
         two = torch.zeros(2, dtype=torch.int64)
         batch = RolloutBatch(
             latents=c.adapter.encode_images(images, size)[:, None].contiguous(),
