@@ -377,7 +377,7 @@ def test_the_average_is_sampled_by_the_engine_too(kind: str, request: pytest.Fix
     }
     seen = {}
     for name, overrides in runs.items():
-        run_trainer(unpartitioned_config(tmp_path / name, *overrides))
+        run_trainer(tiny_config(tmp_path / name, *overrides))
         seen[name] = [row["validation/reward"] for row in read_metrics(tmp_path / name)]
     assert len(seen["engine"]) == 2
     assert seen["engine"] == seen["here"]
