@@ -87,7 +87,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The tables and plots of benchmarks/results. Nothing else may run beside it: about three hours on two cores, most of it the 39 runs of `algorithms`.
+# The tables and plots of benchmarks/results. Nothing else may run beside it: about two hours on two cores, a good part of it the 39 runs of `algorithms`.
 bench: setup setup-vllm
 	for table in kernels training_step advantages exchange roofline rollout step loading algorithms plot; do $(BIN)/python -m benchmarks.$$table || exit 1; done
 
