@@ -83,7 +83,7 @@ def support_page() -> str:
         "",
         "Twelve steps of the demo (glyphs, full fine-tuning, from the same weights) by each algorithm, three seeds: mean reward and share of exactly right texts in validation, before and after. Two runs",
         "side by side on two cores, one thread each: `python -m benchmarks.algorithms --seeds 0,1,2 engine.threads=1 rewarding.workers=1`. Settings are each one's own, none was tuned, and learning rate and",
-        "budget are FlowGRPO's: this says that they learn, not which is best.",
+        "budget are FlowGRPO's: this says that they learn, not which is best. With one update per rollout Flow-DPPO has nothing to leave out: its numbers are FlowGRPO's.",
         "",
         table(found(RESULTS)),
         "",
