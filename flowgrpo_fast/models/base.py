@@ -162,6 +162,16 @@ class ModelAdapter(Protocol):
         """uint8 [B, 3, H, W] of this size -> latents fp32 [B, ...]: what `decode` takes. The mode of the VAE's distribution."""
         ...
 
+    def encode_sources(self, images: Tensor) -> Tensor:
+        """uint8 [P, M, 3, H, W], images to be edited -> their tokens fp32 [P, M N, C]. Only of families that edit."""
+        ...
+
     def decode(self, latents: Tensor, size: MediaSize) -> Tensor:
         """[B, ...] fp32 -> uint8 [B, 3, H, W], of a video family [B, F, 3, H, W]."""
         ...
+
+
+def encode_positive(adapter: ModelAdapter, tokens: PromptTokens) -> PromptEmbeds:
+    """Prompts and the images that they edit. (A negative prompt needs the text alone: both branches edit the same image.)"""
+    text = adapter.encode(tokens)
+    return text if tokens.images is None else replace(text, image_latents=adapter.encode_sources(tokens.images))

@@ -6,7 +6,6 @@ several as rollout.size_buckets.)
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from diffusers import FluxKontextPipeline
 from torch import Tensor
 
 from flowgrpo_fast.batch import MediaSize
-from flowgrpo_fast.models.base import PromptEmbeds, PromptTokens
+from flowgrpo_fast.models.base import PromptEmbeds
 from flowgrpo_fast.models.flux import FluxAdapter
 
 
@@ -22,13 +21,6 @@ class FluxKontextAdapter(FluxAdapter):
     family = "flux_kontext"
     pipeline_class = FluxKontextPipeline
     max_source_images = 1
-
-    def encode(self, tokens: PromptTokens) -> PromptEmbeds:
-        embeds = super().encode(tokens)
-        if tokens.images is None:
-            return embeds
-        size = MediaSize(*tokens.images.shape[3:])
-        return replace(embeds, image_latents=self.encode_images(tokens.images[:, 0], size).contiguous())
 
     def network_inputs(
         self, x: Tensor, sigma: Tensor, prompt: PromptEmbeds, guidance_scale: float, size: MediaSize
@@ -38,7 +30,4 @@ class FluxKontextAdapter(FluxAdapter):
             return inputs
         of_image = inputs["img_ids"].clone()
         of_image[:, 0] = 1
-        return inputs | {
-            "hidden_states": torch.cat([inputs["hidden_states"], prompt.image_latents.to(self.dtype)], 1),
-            "img_ids": torch.cat([inputs["img_ids"], of_image]),
-        }
+        return inputs | {"img_ids": torch.cat([inputs["img_ids"], of_image])}

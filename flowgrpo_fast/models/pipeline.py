@@ -115,12 +115,20 @@ class PipelineAdapter(ABC):
         prompt = positive
         if negative is not None:
             x, sigma, prompt = torch.cat([x, x]), torch.cat([sigma, sigma]), join_branches(positive, negative)
-        # The tokens of images to be edited follow those of x.
-        v = self.predict(transformer, self.network_inputs(x, sigma, prompt, guidance_scale, size))[:, : x.shape[1]]
+        inputs = self.network_inputs(x, sigma, prompt, guidance_scale, size)
+        if prompt.image_latents is not None:
+            # The tokens of images to be edited follow those of x.
+            inputs["hidden_states"] = torch.cat([inputs["hidden_states"], prompt.image_latents.to(self.dtype)], 1)
+        v = self.predict(transformer, inputs)[:, : x.shape[1]]
         if negative is None:
             return v
         v_pos, v_neg = v.chunk(2)
         return cfg_combine(v_pos, v_neg, guidance_scale, rescale=self.rescales)
+
+    def encode_sources(self, images: Tensor) -> Tensor:
+        """uint8 [P, M, 3, H, W] -> fp32 [P, M N, C]: tokens of images to be edited."""
+        latents = self.encode_images(images.flatten(0, 1), MediaSize(*images.shape[3:]))
+        return latents.unflatten(0, images.shape[:2]).flatten(1, 2).contiguous()
 
     def predict(self, transformer: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The network's velocity of all rows."""
@@ -131,7 +139,7 @@ class PipelineAdapter(ABC):
     def network_inputs(
         self, x: Tensor, sigma: Tensor, prompt: PromptEmbeds, guidance_scale: float, size: MediaSize
     ) -> dict[str, Any]:
-        """Keyword arguments of the transformer for rows [N, ...]."""
+        """Keyword arguments of the transformer for rows [N, ...]. `velocity` adds the tokens of images to be edited to hidden_states."""
 
     @abstractmethod
     def latent_shape(self, size: MediaSize) -> tuple[int, ...]: ...

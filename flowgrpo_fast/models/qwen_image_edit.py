@@ -5,7 +5,6 @@ Images are brought to the size of the samples, where the pipelines bring them to
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,9 +57,8 @@ class QwenImageEditAdapter(QwenImageAdapter):
         """[P, vision and text tokens, E]. Without images, as Qwen-Image."""
         if tokens.images is None:
             return super().encode(tokens)
-        size = MediaSize(*tokens.images.shape[3:])
-        images = tokens.images.flatten(0, 1)
-        seen = self.image_processor(images=[self._seen(image) for image in images], return_tensors="pt")
+        pictures = [self._seen(image) for image in tokens.images.flatten(0, 1)]
+        seen = self.image_processor(images=pictures, return_tensors="pt")
         each = int(seen["image_grid_thw"][0].prod()) // self.image_processor.merge_size**2
         ids, mask = (t.to(self.device) for t in self._with_places(tokens, each, tokens.images.shape[1]))
         hidden = self.text_encoder.model(
@@ -69,8 +67,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
             pixel_values=seen["pixel_values"].to(self.device, self.dtype),
             image_grid_thw=seen["image_grid_thw"].to(self.device),
         ).last_hidden_state
-        latents = self.encode_images(images, size).unflatten(0, tokens.images.shape[:2]).flatten(1, 2)
-        return replace(self.without_template(hidden, mask), image_latents=latents.contiguous())
+        return self.without_template(hidden, mask)
 
     def _with_places(self, tokens: PromptTokens, each: int, count: int) -> tuple[Tensor, Tensor]:
         """In the place of the template's one image token: as many as the text encoder has for an image, and the same for each further picture."""
@@ -97,12 +94,8 @@ class QwenImageEditAdapter(QwenImageAdapter):
         inputs = super().network_inputs(x, sigma, prompt, guidance_scale, size)
         if prompt.image_latents is None:
             return inputs
-        return inputs | {
-            "hidden_states": torch.cat([inputs["hidden_states"], prompt.image_latents.to(self.dtype)], 1),
-            "img_shapes": [
-                shapes * (1 + prompt.image_latents.shape[1] // x.shape[1]) for shapes in inputs["img_shapes"]
-            ],
-        }
+        images = 1 + prompt.image_latents.shape[1] // x.shape[1]
+        return inputs | {"img_shapes": [shapes * images for shapes in inputs["img_shapes"]]}
 
 
 class QwenImageEditPlusAdapter(QwenImageEditAdapter):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.config import SigmasConfig
 from flowgrpo_fast.lifetime import alive
-from flowgrpo_fast.models.base import ModelAdapter, PromptEmbeds, PromptTokens
+from flowgrpo_fast.models.base import ModelAdapter, PromptEmbeds, PromptTokens, encode_positive
 from flowgrpo_fast.ops import STREAM_INITIAL, NoiseKey, philox_normal
 from flowgrpo_fast.profile import span
 from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
@@ -74,7 +74,7 @@ class InProcessRollout:
         window_start = torch.cat([r.window_start for r in requests]) if W else torch.zeros_like(sample_id)
 
         with span("encode"):
-            positive = adapter.encode(stack_tokens([r.tokens for r in requests]))
+            positive = encode_positive(adapter, stack_tokens([r.tokens for r in requests]))
             negative = self._encode_negative(requests) if adapter.needs_negative(sampling.guidance_scale) else None
 
         def velocity_of(prompt_of: list[int]) -> Velocity:

@@ -15,6 +15,7 @@ import torch
 
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.data.images import load_image
+from flowgrpo_fast.models.base import encode_positive
 from flowgrpo_fast.rewards import RewardResult
 from flowgrpo_fast.rollout.agent_loop import GroupTask, SingleTurnAgentLoop, Turn
 
@@ -30,7 +31,7 @@ class PreferenceLoop(SingleTurnAgentLoop):
         size = c.queue.sampling.media_size
         files = [str(task.record.metadata[key]) for key in KEYS]
         images = torch.stack(await asyncio.gather(*(asyncio.to_thread(load_image, file, size) for file in files)))
-        text = c.adapter.encode(c.tokenize(task.record.prompt, c.source_images(task.record)))
+        text = encode_positive(c.adapter, c.tokenize(task.record.prompt, c.source_images(task.record)))
         two = torch.zeros(2, dtype=torch.int64)
         batch = RolloutBatch(
             latents=c.adapter.encode_images(images, size)[:, None].contiguous(),
