@@ -10,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flowgrpo_fast import comm
 from flowgrpo_fast.agreement import AgreementGate
-from flowgrpo_fast.algorithms import Rewards
 from flowgrpo_fast.batch import RolloutBatch
 from flowgrpo_fast.checkpoint import (
     TrainerState,
@@ -36,11 +34,12 @@ from flowgrpo_fast.pairs import PairTraining, share_batch
 from flowgrpo_fast.profile import profiled_step, span
 from flowgrpo_fast.recorder import Recorder
 from flowgrpo_fast.replay import Replay
-from flowgrpo_fast.rewards import RewardFailure, RewardResult, check_failures, combine_components
+from flowgrpo_fast.rewards import RewardFailure
 from flowgrpo_fast.rollout.agent_loop import GroupTask, RolloutResult, make_tasks, run_agent_loops
 from flowgrpo_fast.rollout.base import SamplingParams, ServerLostError
 from flowgrpo_fast.rollout.build import build_rollout
 from flowgrpo_fast.schedule import draw_window_starts
+from flowgrpo_fast.scoring import clipped, component_means, require_enough, score_samples, weighted_sums
 from flowgrpo_fast.throughput import Throughput
 
 
@@ -217,7 +216,7 @@ class Trainer:
         # Rewards overlap with generation; this is what was left to wait for after the last image.
         self.timer.add("reward", result.reward_wait_seconds)
         with self._phase("advantage"):
-            rewards, advantages, valid, metrics = self._advantages(result)
+            rewards, advantages, valid, metrics = score_samples(result, self.inputs, self.config, self.device)
         every = self.config.logging.samples_every
         if every and (step + 1) % every == 0:
             self.recorder.grid(step + 1, f"training_{step + 1:06d}", result, [float(r) for r in rewards])
@@ -355,41 +354,6 @@ class Trainer:
             sigmas=self.config.rollout.sigmas,
         )
 
-    def _advantages(self, result: RolloutResult) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
-        """Gathers rewards of all ranks. Returns this rank's rewards, and advantages and valid flags of all samples. Stops the run on too
-        many failures."""
-        components, valid = comm.gather_rows(result.reward.components), comm.gather_rows(result.reward.valid)
-        errors = [error for rank_errors in comm.gather_objects(result.reward.errors[:5]) for error in rank_errors]
-        check_failures(valid, errors, self.config.rewarding.max_failure_share)
-        rewards = combine_components(components, self.inputs.rewards.weights, valid, self.config.rewarding.normalize)
-        group = comm.gather_rows(result.batch.group_id.cpu())
-        table = Rewards(components, self.inputs.rewards.weights, rewards, group, valid)
-        advantages = self.inputs.advantage(table, self.config.algorithm)
-        mine = slice(comm.rank() * result.batch.size, (comm.rank() + 1) * result.batch.size)
-        metrics = reward_metrics(rewards, group, valid) | self._component_means(result.reward)
-        kept = clipped(advantages[valid] if valid.any() else torch.zeros(1), self.config.algorithm.advantage_clip)
-        metrics |= {
-            "advantage/mean": float(kept.mean()),
-            "advantage/std": float(kept.std(correction=0)),
-            "advantage/abs_mean": float(kept.abs().mean()),
-        }
-        return rewards[mine], advantages.to(self.device), valid.to(self.device), metrics
-
-    def _component_means(self, reward: RewardResult) -> dict[str, float]:
-        """Mean of each reward and of what it logs besides, over the valid samples of all ranks."""
-        columns = dict(zip(self.inputs.rewards.labels, reward.components.unbind(1), strict=True)) | reward.metrics
-        local = {name: (float(c.nansum()), int(c.isfinite().sum())) for name, c in columns.items()}
-        total: dict[str, tuple[float, int]] = {}
-        for part in comm.gather_objects(local):
-            for name, (value, count) in part.items():
-                so_far = total.get(name, (0.0, 0))
-                total[name] = (so_far[0] + value, so_far[1] + count)
-        return {
-            name if name.startswith("held_out/") else f"reward/{name}": value / count
-            for name, (value, count) in total.items()
-            if count
-        }
-
     def _validate(self, step: int, name: str) -> dict[str, float]:
         """Held-out prompts, ODE, fixed seeds: {"reward": mean, "ocr/exact_match": mean, ...}; a grid in samples/<name>.png."""
         records = self.inputs.validation_records
@@ -406,25 +370,19 @@ class Trainer:
                 result = self._rollout(
                     tasks, validation_params(self.config), self.config.validation.batch_size, version
                 )
-            weighted = self._weighted(result.reward)
+            weighted = weighted_sums(result.reward, self.inputs.rewards)
             self.recorder.grid(step, name, result, weighted)
             comm.together(
                 lambda: self.recorder.prompts(name, lo, self.inputs.agent_loop.turns, result, weighted), self.device
             )
         rewards = torch.tensor([value for values in comm.gather_objects(weighted) for value in values])
-        errors = [error for rank_errors in comm.gather_objects(result.reward.errors[:5]) for error in rank_errors]
-        check_failures(rewards.isfinite(), errors, self.config.rewarding.max_failure_share)
-        means = self._component_means(result.reward)
+        require_enough(rewards.isfinite(), result.reward, self.config)
+        means = component_means(result.reward, self.inputs.rewards)
         return {
             "reward": float(rewards.nanmean()),
             "invalid_ratio": float((~rewards.isfinite()).float().mean()),
             **{name.removeprefix("reward/"): value for name, value in means.items()},
         }
-
-    def _weighted(self, reward: RewardResult) -> list[float]:
-        """Weighted sum without normalisation: comparable over time."""
-        combined = combine_components(reward.components, self.inputs.rewards.weights, reward.valid)
-        return [float(value) for value in combined]
 
     def _advanced(self, step: int, before: dict[str, float]) -> TrainerState:
         return replace(
@@ -436,29 +394,8 @@ class Trainer:
         )
 
 
-def clipped(advantages: Tensor, bound: float | None) -> Tensor:
-    """After the choice of samples: clipped ones could not be told apart."""
-    return advantages if bound is None else advantages.clamp(-bound, bound)
-
-
 def metric_name(name: str) -> str:
     """A metric of an update as it is logged."""
     if name in ("grad_norm", "lr", "skipped"):
         return f"optimizer/{name}"
     return f"rollout/{name.removeprefix('rollout_')}" if name.startswith("rollout_") else f"policy/{name}"
-
-
-def reward_metrics(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
-    """Mean, std, share of invalid samples, and share of groups without any spread (they teach nothing)."""
-    kept = rewards[valid]
-    if not len(kept):
-        return {"reward/invalid_ratio": 1.0}
-    spread = [
-        float(rewards[(group == g) & valid].std(correction=0)) for g in group.unique() if ((group == g) & valid).any()
-    ]
-    return {
-        "reward/mean": float(kept.mean()),
-        "reward/std": float(kept.std(correction=0)),
-        "reward/zero_std_ratio": sum(s == 0 for s in spread) / len(spread),
-        "reward/invalid_ratio": float((~valid).float().mean()),
-    }

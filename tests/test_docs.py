@@ -210,7 +210,7 @@ def test_every_metric_is_explained() -> None:
     """Every name that stands in the trainer's code, and the phases that it times."""
     text = (ROOT / "docs" / "watching.md").read_text()
     named: set[str] = set()
-    for file in ("trainer.py", "agreement.py", "throughput.py", "profile.py"):
+    for file in ("trainer.py", "scoring.py", "agreement.py", "throughput.py", "profile.py"):
         code = (PACKAGE / file).read_text()
         named |= set(
             re.findall(

@@ -131,7 +131,7 @@ def disk_full_on_rank_1(images: Tensor, prompts: list[str], metadata: list[dict[
 
 
 def test_an_error_on_both_ranks_ends_both(tmp_path: Path) -> None:
-    codes, output = finish(start_ranks(2, tmp_path, "rewards.0.name=tests.test_trainer:raising"))
+    codes, output = finish(start_ranks(2, tmp_path, "rewards.0.name=tests.test_trainer_faults:raising"))
     assert codes == [1, 1], output
     assert "the scorer is broken" in output
 

@@ -409,7 +409,7 @@ def test_a_held_out_reward_is_logged_and_never_trained_on() -> None:
         [
             RewardSpec("jpeg_compressibility", label="trained"),
             RewardSpec("jpeg_incompressibility", label="watched", held_out=True),
-            RewardSpec("tests.test_trainer:raising", label="broken", held_out=True),
+            RewardSpec("tests.test_trainer_faults:raising", label="broken", held_out=True),
         ]
     )
     result = run.score(IMAGES, PROMPTS, METADATA)
