@@ -18,7 +18,7 @@ ROLLOUT_PACKAGES := $(ROLLOUT_VENV)/.packages-$(shell cat Makefile $(ROLLOUT_REQ
 ROLLOUT_STAMP := $(ROLLOUT_VENV)/.ready-$(shell cat pyproject.toml Makefile $(ROLLOUT_REQUIREMENTS) | sha256sum | cut -c1-16)
 VLLM := vllm==0.30.0 vllm-omni==0.30.0
 
-.PHONY: setup setup-vllm extension deepspeed-ops demo test test-vllm docs lint format bench bench-quick clean
+.PHONY: setup setup-vllm extension deepspeed-ops browser demo test test-vllm docs lint format bench bench-quick clean
 
 setup: $(STAMP) $(BUILT)
 
@@ -65,10 +65,18 @@ demo: setup
 deepspeed-ops: $(STAMP)
 	CXX=$(CURDIR)/tests/quick_g++ TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('CPUAdamBuilder').load()" >/dev/null
 
+# The pages are tested in a real browser. Where root is not here to install it, the tests that need it fail and say so.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "apt-get install chromium"; \
+	    apt-get update -qq >/dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium >/dev/null && exit 0; \
+	fi; echo "chromium is not installed: tests of pages will fail" >&2
+
 # Two workers of one thread each, a file to a worker: 2 cores are used well, and no test waits for another's threads.
 # The two environments are made side by side, too.
 test:
-	$(MAKE) --no-print-directory -j4 lint extension deepspeed-ops setup-vllm
+	$(MAKE) --no-print-directory -j5 browser lint extension deepspeed-ops setup-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: setup setup-vllm

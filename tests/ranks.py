@@ -11,17 +11,13 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-# The last one is imported by deepspeed.initialize, and imports all of torch's compiler: 3.3 of a rank's 4.4 s.
-IMPORTED = [
-    "flowgrpo_fast.trainer", "flowgrpo_fast.models.qwen_image", "flowgrpo_fast.rewards.ocr", "tests.tiny", "deepspeed.runtime.zero.muon.muon_optimizer",
-]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 
 
 def preload() -> None:
     """Before the first rank. The server inherits the environment of now: one thread, DeepSpeed on the CPU."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    _context.set_forkserver_preload(IMPORTED)
+    _context.set_forkserver_preload(["tests.preloaded"])
 
 
 class Rank:

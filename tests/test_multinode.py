@@ -17,7 +17,7 @@ from flowgrpo_fast.checkpoint import checkpoints
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rollout.wire import Segment
 from tests import launching
-from tests.hosts import INTERFACE, Host, Process, two_hosts
+from tests.hosts import HOST, INTERFACE, Host, Process, train_there, two_hosts
 from tests.launching import ROOT, environment, start_ranks
 from tests.ranks import Rank, preload
 from tests.tiny import exported
@@ -102,15 +102,18 @@ def test_hosts_with_disks_of_their_own_resume_from_what_both_have(hosts: tuple[H
     settings = ("trainer.checkpoint_storage=local", "trainer.save_every=1", "trainer.keep_checkpoints=9")
     whole = start_ranks(2, tmp_path / "here", "trainer.total_steps=3")
     for total in (2, 3):
-        command = [sys.executable, *arguments(run_dir, *settings, f"trainer.total_steps={total}")]
+        command = arguments(run_dir, *settings, f"trainer.total_steps={total}")[1:]
         job = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
-        processes = [
-            host.start(
-                command, environment(RANK=str(i), GLOO_SOCKET_IFNAME=INTERFACE, **job), tmp_path / f"{i}-{total}.log"
+        ranks = [
+            Rank(
+                command,
+                {**job, "RANK": str(i), "GLOO_SOCKET_IFNAME": INTERFACE, HOST: str(host.first_pid)},
+                tmp_path / f"{i}-{total}.log",
+                train_there,
             )
             for i, host in enumerate(hosts)
         ]
-        finish(processes, whole)
+        finish([], [*whole, *ranks])
         if total == 2:
             shutil.rmtree(disks[1] / "checkpoints" / "step-000002")
     assert_same_run(disks[0], tmp_path / "here")
@@ -128,10 +131,9 @@ def test_a_rollout_server_on_another_host(hosts: tuple[Host, Host], tmp_path: Pa
     server = there.start(serve, environment(OMP_NUM_THREADS="1"), tmp_path / "server.log")
     overrides = ["rollout.backend=vllm_omni", "rollout.server.replicas=0", "rollout.server.bucket_mb=0.1"]
     overrides.append(f"rollout.server.addresses=[tcp://{there.address}:{PORT}]")
-    trainer = here.start(
-        [sys.executable, *arguments(tmp_path / "run", *overrides)], environment(), tmp_path / "trainer.log"
-    )
-    finish([trainer], start_ranks(1, tmp_path / "here", STEPS))
+    command, me = arguments(tmp_path / "run", *overrides)[1:], {HOST: str(here.first_pid)}
+    trainer = Rank(command, me, tmp_path / "trainer.log", train_there)
+    finish([], [trainer, *start_ranks(1, tmp_path / "here", STEPS)])
     assert_same_run(tmp_path / "run", tmp_path / "here")
     assert [row["rollout/server_failures"] for row in read_metrics(tmp_path / "run")] == [0.0, 0.0]
     assert server.exit_code() is None, "a server by hand waits for the next trainer, as long as its heartbeat says"

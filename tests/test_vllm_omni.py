@@ -126,10 +126,10 @@ def test_the_engine_samples_the_same_bits_with_lora_everywhere(lora_server: Runn
 
 
 def test_probe_follows_every_target_group(lora_server: Running) -> None:
-    """Noise in one group of layers at a time: the engine's probe is the trainer's, and not the base's. (A LoRA on img_in once bound to a layer
-    that the forward does not use.)"""
+    """Noise in one group of layers at a time: the engine's probe is the trainer's to 1 % of what the group changes. (A LoRA on img_in once
+    bound to a layer that the forward does not use.)"""
     transformer = lora_transformer()
-    state = lora_state(transformer)
+    state = {name: t.clone() for name, t in lora_state(transformer).items()}
     base = probe(tiny_adapter(), tiny_adapter().load_transformer().eval(), CPU)
     named = dict(transformer.named_parameters())
     found = target_groups(list(state))
@@ -143,8 +143,9 @@ def test_probe_follows_every_target_group(lora_server: Running) -> None:
             )
         push_lora(lora_server.client, lora_state(transformer), version)
         mine, theirs = probe(tiny_adapter(), transformer, CPU), lora_server.client.probe()
-        assert float((mine - theirs).abs().max()) < 1e-4 * float(mine.abs().max()), group
-        assert not torch.equal(theirs, base), group
+        effect = float((mine - base).abs().max())
+        assert effect > 1e-4, group
+        assert float((mine - theirs).abs().max()) < 1e-2 * effect, group
 
 
 def test_checksums_are_of_what_is_bound(lora_server: Running) -> None:
