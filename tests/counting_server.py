@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy
@@ -47,6 +48,11 @@ def install() -> None:
         original = getattr(pickle, cls)
         method = "dump" if cls == "Pickler" else "load"
         setattr(pickle, cls, type(cls, (original,), {method: counted(f"pickle.{cls}", getattr(original, method))}))
+    for name in ("dumps", "loads"):  # of queues and pipes between processes
+        setattr(ForkingPickler, name, staticmethod(counted(f"ForkingPickler.{name}", getattr(ForkingPickler, name))))
+    # Of data alone: the row numbers of the denoising loop are integers on the CPU, and no exchange.
+    plain, iterated = torch.Tensor.__iter__, counted("Tensor.__iter__", torch.Tensor.__iter__)
+    torch.Tensor.__iter__ = lambda tensor: (iterated if tensor.is_floating_point() else plain)(tensor)
     torch.Tensor.tolist = counted("Tensor.tolist", torch.Tensor.tolist)
     torch.Tensor.__reduce_ex__ = counted("Tensor.__reduce_ex__", torch.Tensor.__reduce_ex__)
     # ndarray.tolist cannot be patched; a tensor gets there through numpy() only.
@@ -54,6 +60,7 @@ def install() -> None:
     signal.signal(signal.SIGUSR1, report)
     # One of each on purpose: the test sees that they are counted.
     pickle.loads(pickle.dumps(torch.ones(1).tolist()))
+    ForkingPickler.loads(ForkingPickler.dumps([float(x) for x in torch.ones(1)]))
 
 
 if __name__ == "__main__":

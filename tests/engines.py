@@ -57,7 +57,6 @@ def warm_servers() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread(process_group: None) -> None:
-    torch.use_deterministic_algorithms(False)
     settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
 
 

@@ -102,7 +102,7 @@ FORMULAS: dict[str, Callable[[LossInputs, Tensor, AlgorithmConfig], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("moved", [0.002, 0.05])
+@pytest.mark.parametrize("moved", [0.002, 0.05, 0.5])
 @pytest.mark.parametrize("rule", ["sde", "cps", "dance"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_loss_and_gradient_are_the_formulas(name: str, rule: str, moved: float) -> None:
@@ -162,10 +162,9 @@ def test_kl_to_the_reference_in_each_form(name: str, form: str, rule: str) -> No
     (0.5 * expected).backward()
     assert v.grad is not None
     assert i.v.grad is not None
-    assert float(metrics["kl"]) == pytest.approx(float(expected), rel=1e-5)
-    assert float(loss.detach()) == pytest.approx(0.5 * float(expected), rel=1e-5)
-    assert float((i.v.grad - v.grad).abs().max()) < 1e-6
-    assert float(v.grad.abs().max()) > 0
+    assert float(metrics["kl"]) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(0.5 * float(expected.detach()), rel=1e-5)
+    assert float((i.v.grad - v.grad).abs().max()) < 1e-4 * float(v.grad.abs().max())
 
 
 def test_flow_grpos_kl_is_the_true_one_times_minus_dt() -> None:

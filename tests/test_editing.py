@@ -38,7 +38,6 @@ each_family = pytest.mark.parametrize("family", GUIDANCE)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(process_group: None) -> None:
-    torch.use_deterministic_algorithms(False)
     settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
 
 

@@ -177,9 +177,10 @@ def test_noise_levels_are_keyed_by_sample(timesteps: str) -> None:
     if timesteps == "logit_normal":
         assert float(levels.logit().std()) == pytest.approx(1, abs=0.05)
     else:
-        # One level in each quarter; over all of them, evenly.
         falls = timesteps == "schedule"
         assert bool((levels.diff() <= 0).all() if falls else (levels.diff() > 0).all())
+        if not falls:  # one level in each quarter
+            assert torch.equal((levels * 4).floor().clamp(max=3), torch.arange(4.0).expand(4000, 4))
         assert float(levels.mean()) == pytest.approx(
             float(sigmas[:-1].mean()) if timesteps == "schedule" else 0.5, abs=0.01
         )
@@ -341,7 +342,7 @@ def test_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_old_policy_samples_and_survives_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow average that never moves: every rollout is the first policy's. Resumed, the run is the same bits."""
+    """A slow average that never moves: every rollout is the first policy's, that of a run which learns nothing. Resumed, the run is the same bits."""
     monkeypatch.setitem(engine_package.engine.OLD_POLICY_DECAY, "linear_to_0_5", lambda n: 1.0)
     settings = (*QUICK, "algorithm.name=diffusion_nft", "algorithm.old_policy=linear_to_0_5", "trainer.save_every=1")
     settings = (*settings, "data.shuffle=false", "optimizer.learning_rate=1e-2")
@@ -352,6 +353,9 @@ def test_the_old_policy_samples_and_survives_a_resume(tmp_path: Path, monkeypatc
     assert [row["policy/old_velocity_distance"] for row in whole] == [
         row["policy/old_velocity_distance"] for row in parts
     ]
+    still = tmp_path / "still"
+    run(tiny_config(still, *settings, "trainer.total_steps=3", "optimizer.learning_rate=1e-30"))
+    assert [row["reward/mean"] for row in whole] == [row["reward/mean"] for row in read_metrics(still)]
     assert whole[0]["policy/old_velocity_distance"] == 0.0
     assert whole[2]["policy/old_velocity_distance"] > 0.0
     mine, theirs = exported(tmp_path / "parts"), exported(tmp_path / "whole")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flowgrpo_fast.checkpoint import checkpoints
@@ -21,7 +22,7 @@ from flowgrpo_fast.rollout.agent_loop import GroupTask, SingleTurnAgentLoop, Tur
 from flowgrpo_fast.rollout.wire import free_port
 from tests.launching import ROOT, TRAIN, arguments, environment, finish, run_ranks, start_ranks
 from tests.ranks import preload, wait_for
-from tests.tiny import brightness, exported
+from tests.tiny import brightness, exported, tiny_pipeline
 
 LORA_BF16 = ["model.train=lora", "model.lora.rank=4", "model.dtype=bfloat16"]
 
@@ -78,7 +79,8 @@ def test_lora_bf16_two_ranks_equal_one_bitwise(tmp_path: Path) -> None:
 
 
 def test_bf16_full_and_several_micro_batches_per_rank(tmp_path: Path) -> None:
-    """Two micro-batches a rank: ZeRO-3 adds (m1 + m3) + (m2 + m4) where one rank adds ((m1 + m2) + m3) + m4, so norms agree to rounding."""
+    """Two micro-batches a rank: ZeRO-3 adds (m1 + m3) + (m2 + m4) where one rank adds ((m1 + m2) + m3) + m4, so weights agree to rounding (3 % of
+    what a step moves them in bf16)."""
     settings = ["model.dtype=bfloat16", "rollout.window={size: 2, range: [0, 3]}", "trainer.total_steps=1"]
     outputs = [run_ranks(world, tmp_path / str(world), *settings) for world in (1, 2)]
     assert all("first update: max |ratio - 1| = 0.0;" in output for output in outputs)
@@ -86,12 +88,15 @@ def test_bf16_full_and_several_micro_batches_per_rank(tmp_path: Path) -> None:
     assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-3)
     assert b["reward/mean"] == pytest.approx(a["reward/mean"], abs=1e-6)
     mine, theirs = (exported(tmp_path / str(world)) for world in (1, 2))
+    start = load_file(tiny_pipeline() / "transformer" / "diffusion_pytorch_model.safetensors")
     for name, t in mine.items():
-        assert float(theirs[name].float().norm()) == pytest.approx(float(t.float().norm()), rel=1e-3, abs=1e-5), name
+        moved = float((t - start[name].bfloat16()).float().norm())
+        assert float((theirs[name] - t).float().norm()) <= 0.1 * moved, name
+    assert sum(bool((t != start[name].bfloat16()).any()) for name, t in mine.items()) > 50
 
 
 def test_two_ranks_with_another_micro_batch_shape(one_rank: Path, tmp_path: Path) -> None:
-    """fp32, micro-batches of 4 for 8: gradient norm and parameter norms of the first step to 1e-5, log-probs too."""
+    """fp32, micro-batches of 4 for 8: gradient norm of the first step to 1e-5, log-probs too."""
     run_ranks(2, tmp_path, "engine.micro_batch_size=4", "trainer.total_steps=1")
     a, b = read_metrics(one_rank)[0], read_metrics(tmp_path)[0]
     assert b["optimizer/grad_norm"] == pytest.approx(a["optimizer/grad_norm"], rel=1e-5)

@@ -93,11 +93,11 @@ def test_sequence_parallel_ranks_make_the_same_gradient(tmp_path: Path, kind: tu
     assert b["rollout/log_ratio_max"] < 1e-5
     for name in ("optimizer/grad_norm", "policy/kl", "policy/kept"):
         assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-9), name
-    # With eps so large AdamW is plain descent: each tensor has moved by its gradient.
+    # With eps so large AdamW is plain descent: each tensor has moved by its gradient. (An adapter's A hardly, whose gradient is zero while B is.)
     start = load_file(tiny_pipeline() / "transformer" / "diffusion_pytorch_model.safetensors")
     mine, theirs = exported(tmp_path / "together"), exported(tmp_path / "apart")
     moved = 0
-    for name, t in theirs.items():
+    for name, t in ((name, t) for name, t in theirs.items() if "lora_A" not in name):
         gradient = t - start.get(name, torch.zeros_like(t))
         moved += bool(gradient.any())
         assert float((mine[name] - t).abs().max()) <= 1e-3 * float(gradient.abs().max()) + 1e-9, name

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowgrpo_fast import trainer as trainer_module
 from flowgrpo_fast.checkpoint import checkpoints, find_checkpoint
 from flowgrpo_fast.config import Config, ConfigError, OptimizerConfig
 from flowgrpo_fast.engine import learning_rate
@@ -26,7 +27,6 @@ CLOCK = ("time", "timing/", "throughput/", "memory/")
 
 @pytest.fixture(scope="module", autouse=True)
 def in_one_rank(process_group: None) -> None:
-    torch.use_deterministic_algorithms(False)
     settle_environment(tiny_config(Path("unused"), "engine.threads=1"), None)
 
 
@@ -240,7 +240,8 @@ def test_gradient_checkpointing_recomputes_the_same_forward(tmp_path: Path) -> N
     """Ratio exactly 1 with it too; gradients of shared inputs are added in another order, so the norm agrees to rounding."""
     plain, saved = tmp_path / "plain", tmp_path / "saved"
     train(tiny_config(plain, "trainer.total_steps=1"))
-    train(tiny_config(saved, "trainer.total_steps=1", "engine.gradient_checkpointing=true"))
+    trainer = train(tiny_config(saved, "trainer.total_steps=1", "engine.gradient_checkpointing=true"))
+    assert trainer.engine.module.is_gradient_checkpointing
     (a,), (b,) = read_metrics(plain), read_metrics(saved)
     assert b["policy/first_ratio_max_deviation"] == 0.0
     assert b["reward/mean"] == a["reward/mean"]
@@ -287,10 +288,12 @@ def test_ratio_and_clipping_by_denoising_step_add_up_to_those_of_the_update(tmp_
     assert any(row["policy/clip_fraction_low"] > 0 for row in read_metrics(tmp_path))
 
 
-def test_a_step_that_is_saved_is_not_written_again(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill between the two renames that replace a checkpoint would lose it. So a stop right after a save, or after a resume, writes nothing."""
     config = unpartitioned_config(tmp_path, "trainer.save_every=1", "trainer.total_steps=2")
     written = []
+    save = trainer_module.save_checkpoint
+    monkeypatch.setattr(trainer_module, "save_checkpoint", lambda *given: (written.append(given), save(*given)))
     for _ in range(2):
         trainer = Trainer(config, Inputs(config, 1), CPU)
         log = trainer.recorder.metrics
@@ -301,8 +304,7 @@ def test_a_step_that_is_saved_is_not_written_again(tmp_path: Path) -> None:
         trainer.engine.close()
         (saved,) = checkpoints(tmp_path)
         assert saved.name == "step-000001"
-        written.append((saved / "trainer.json").stat().st_mtime_ns)
-    assert written[0] == written[1]
+        assert len(written) == 1
 
 
 def test_the_best_validated_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -312,10 +314,13 @@ def test_the_best_validated_checkpoint_is_kept(tmp_path: Path) -> None:
         "trainer.keep_checkpoints=1",
         "trainer.total_steps=4",
     )
-    train(unpartitioned_config(tmp_path, *settings, "optimizer.learning_rate=0.05"))
-    scores = [row["validation/brightness"] for row in read_metrics(tmp_path)]
-    best = 1 + scores.index(max(scores))
-    assert [p.name for p in checkpoints(tmp_path)] == [f"step-{s:06d}" for s in sorted({best, 4})]
+    config = unpartitioned_config(tmp_path, *settings)
+    trainer = Trainer(config, Inputs(config, 1), CPU)
+    validate, scores = trainer._validate, iter([0.1, 0.5, 0.9, 0.3, 0.7])  # before the first step, and after each
+    trainer._validate = lambda *at: validate(*at) | {"reward": next(scores)}  # type: ignore[method-assign]
+    trainer.run()
+    trainer.engine.close()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000002", "step-000004"]
     with pytest.raises(
         ConfigError, match="trainer.best_metric = 'brigthness' is not measured by validation, which has brightness"
     ):
@@ -329,6 +334,6 @@ def test_frozen_base_is_not_in_a_lora_checkpoint(tmp_path: Path) -> None:
     assert all("lora" in name and t.dtype == torch.float32 for name, t in adapter.items())
     first, second = (sum(f.stat().st_size for f in p.rglob("*.pt")) for p in checkpoints(tmp_path))
     assert first == pytest.approx(second, rel=0.05)
-    # fp32 parameter, master copy and two moments, and what torch.save adds per tensor: far from the base's own size on top.
+    # fp32 parameter, master copy and two moments, and what torch.save adds per tensor (19 kB in all); the base is 374 kB.
     adapter_bytes = sum(t.numel() * 4 for t in adapter.values())
-    assert second < 4 * adapter_bytes + 500_000
+    assert second < 4 * adapter_bytes + 100_000

@@ -52,7 +52,7 @@ from tests.engines import (
     running_server,
     warm_servers,
 )
-from tests.tiny import CPU, sampling, tiny_adapter, tiny_config, tiny_pipeline, unpartitioned_config
+from tests.tiny import CPU, exported, sampling, tiny_adapter, tiny_config, tiny_pipeline, unpartitioned_config
 
 __all__ = ["one_thread", "warm_servers"]  # fixtures, used by name
 
@@ -126,7 +126,7 @@ def test_the_engine_samples_the_same_bits_with_lora_everywhere(lora_server: Runn
 
 
 def test_probe_follows_every_target_group(lora_server: Running) -> None:
-    """Noise in one group of layers at a time: the engine's probe is the trainer's to 1 % of what the group changes. (A LoRA on img_in once
+    """Noise in one group of layers at a time: the engine's probe is the trainer's to 10 % of what the group changes. (A LoRA on img_in once
     bound to a layer that the forward does not use.)"""
     transformer = lora_transformer()
     state = {name: t.clone() for name, t in lora_state(transformer).items()}
@@ -144,8 +144,8 @@ def test_probe_follows_every_target_group(lora_server: Running) -> None:
         push_lora(lora_server.client, lora_state(transformer), version)
         mine, theirs = probe(tiny_adapter(), transformer, CPU), lora_server.client.probe()
         effect = float((mine - base).abs().max())
-        assert effect > 1e-4, group
-        assert float((mine - theirs).abs().max()) < 1e-2 * effect, group
+        assert effect > 5e-5, group
+        assert float((mine - theirs).abs().max()) < 0.1 * effect, group
 
 
 def test_checksums_are_of_what_is_bound(lora_server: Running) -> None:
@@ -210,13 +210,14 @@ def test_full_weights_that_do_not_fit_are_an_error(full_server: Running) -> None
 
 
 def test_full_weights_change_the_fused_layers_too(full_server: Running) -> None:
-    transformer = tiny_adapter().load_transformer().eval()
+    """Each of q, k and v, of image and text, changes the probe by 1.6e-4 to 7e-3."""
+    transformer, generator = tiny_adapter().load_transformer().eval(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in transformer.parameters():
-            parameter.mul_(1.01)
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     push_full(full_server.client, transformer, 9)
     mine, theirs = probe(tiny_adapter(), transformer, CPU), full_server.client.probe()
-    assert float((mine - theirs).abs().max()) < 1e-4 * float(mine.abs().max())
+    assert float((mine - theirs).abs().max()) < 1e-5
 
 
 def test_no_pickle_and_no_list_between_engine_and_trainer(full_server: Running) -> None:
@@ -225,8 +226,8 @@ def test_no_pickle_and_no_list_between_engine_and_trainer(full_server: Running) 
     push_full(full_server.client, transformer, 40)
     full_server.client.generate(groups(), sampling(), 40, "first")
     before = read_counts(full_server)
-    assert before["counts"]["Tensor.tolist"] > 0, "nothing is counted"
-    assert before["counts"]["pickle.dumps"] > 0, "nothing is counted"
+    for name in ("Tensor.tolist", "Tensor.__iter__", "pickle.dumps", "ForkingPickler.dumps"):
+        assert before["counts"][name] > 0, "nothing is counted"
     for i in range(3):
         batch = full_server.client.generate(groups(negative="bad"), sampling(guidance_scale=2.0), 40, f"counted-{i}")
         assert batch.size == 8
@@ -259,9 +260,19 @@ def test_replies_lie_in_shared_memory_that_nobody_has_to_remove(full_server: Run
         "replies that were taken are kept"
     )
     assert {p.name for p in Path("/dev/shm").iterdir()} <= before
-    # All fields view one mapping: nothing was copied on this side.
+    # All fields view one mapping, the server's: nothing was copied on this side.
     base = batch.latents.untyped_storage().data_ptr()
     assert {t.untyped_storage().data_ptr() for t in batch.tensors().values()} == {base}
+    assert "memfd:flowgrpo_fast" in mapped(base)
+
+
+def mapped(address: int) -> str:
+    """What this process has mapped there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= address < last:
+            return line
+    raise LookupError(hex(address))
 
 
 def test_without_shared_memory_the_same_bytes_come_as_a_frame(full_server: Running) -> None:
@@ -274,6 +285,8 @@ def test_without_shared_memory_the_same_bytes_come_as_a_frame(full_server: Runni
     finally:
         full_server.client.shares_memory = True
     assert_equal_batches(here, there)
+    assert "memfd:flowgrpo_fast" in mapped(here.latents.data_ptr())
+    assert "memfd:flowgrpo_fast" not in mapped(there.latents.data_ptr())
 
 
 def test_a_broken_message_is_answered_with_an_error(full_server: Running) -> None:
@@ -348,9 +361,9 @@ def test_a_lora_run_agrees_with_its_engine_to_the_last_bit(lora_server: Running,
     for row in rows:
         assert row["agreement/log_ratio_max"] == 0.0
         assert row["policy/ratio_max_deviation"] == 0.0
-        assert row["rollout/probe_difference"] < 1e-4
+        assert row["rollout/probe_difference"] < 1e-5
         assert row["rollout/bound_modules"] == len(lora_state(lora_transformer())) // 2
-    assert rows[-1]["reward/mean"] != rows[0]["reward/mean"]
+    assert any(bool(t.any()) for name, t in exported(tmp_path).items() if "lora_B" in name), "nothing was learned"
 
 
 @pytest.mark.parametrize("old_log_probs", ["rollout", "trainer"])

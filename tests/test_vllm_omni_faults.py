@@ -101,7 +101,7 @@ def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path:
         assert [row["policy/version"] for row in rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
         for row in rows:
             assert all(math.isfinite(row[name]) for name in ("reward/mean", "policy/loss", "optimizer/grad_norm"))
-            assert row["rollout/probe_difference"] < 1e-4
+            assert row["rollout/probe_difference"] < 1e-5
             assert row["rollout/bound_modules"] == 48  # linear layers of glyphs
             assert row["agreement/log_ratio_max"] < 1e-6
         servers = children_of(ranks[0].pid)
