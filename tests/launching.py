@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flowgrpo_fast.rollout.wire import free_port
 from tests.ranks import Rank
-from tests.tiny import TINY_YAML, tiny_pipeline
+from tests.tiny import TINY_YAML, tiny_inputs
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "flowgrpo_fast" / "train.py"
@@ -18,15 +18,7 @@ COMMON = ["trainer.total_steps=5", "validation.batch_size=1"]
 
 
 def arguments(run_dir: Path, *overrides: str) -> list[str]:
-    return [
-        str(TRAIN),
-        "--config",
-        str(TINY_YAML),
-        f"model.path={tiny_pipeline()}",
-        f"run_dir={run_dir}",
-        *COMMON,
-        *overrides,
-    ]
+    return [str(TRAIN), "--config", str(TINY_YAML), *tiny_inputs(run_dir), *COMMON, *overrides]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -61,6 +61,12 @@ def test_pack_unpack_is_exact_and_copies_nothing(negative: str) -> None:
     assert RolloutBatch.unpack(buffer).latents[0, 0, 0, 0] == 42.0
 
 
+def test_the_same_batch_gives_the_same_bytes_in_whatever_memory() -> None:
+    batch = make_batch()
+    zeros, ones = (batch.pack(torch.full((batch.packed_size(),), fill, dtype=torch.uint8)) for fill in (0, 255))
+    assert torch.equal(zeros, ones)
+
+
 def test_packing_uses_no_pickle_and_no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("pickle or tolist used")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from util import DTYPES, assert_as_accurate, assert_batch_invariant, assert_same_bits, column, randn, scrambled
 
-from flowgrpo_fast.ops import _registry, cfg_combine, use_backend
+from flowgrpo_fast.ops import cfg_combine, use_backend
 
 OP = torch.ops.flowgrpo_fast
 SHAPES = ((3, 1), (2, 5), (2, 6, 3), (3, 4, 64), (2, 3, 4, 5), (1, 33, 7))
@@ -108,9 +108,8 @@ def test_batch_invariance_forward_and_backward(tokens: int, length: int) -> None
     assert_batch_invariant(op)
 
 
-def test_wider_tokens_than_the_kernels_hold_are_said_once(op_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wider_tokens_than_the_kernels_hold_are_said_once(op_backend: str) -> None:
     """The reference rescales them: as exact, and announced."""
-    monkeypatch.setattr(_registry, "_announced", set())
     pos, neg = randn((2, 3, 1025), 1), randn((2, 3, 1025), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -22,7 +22,7 @@ from test_integrations import (
     by_scheduler,
     every_type,
 )
-from util import SIGMAS, assert_as_accurate, assert_same_bits, randn
+from util import SIGMAS, assert_same_bits, randn
 
 import flowgrpo_fast
 from flowgrpo_fast.integrations.diffusers_scheduler import FlowMatchSDEDiscreteScheduler
@@ -49,7 +49,8 @@ def test_without_noise_a_bf16_step_is_closer_to_the_truth_than_eulers() -> None:
     left = ours.step(v, SIGMAS[4] * 1000, x, noise_level=0.0).prev_sample
     right = euler.step(v, SIGMAS[4] * 1000, x).prev_sample
     truth = x.double() + (SIGMAS[5] - SIGMAS[4]).double() * v.double()
-    assert_as_accurate(left, truth, right)
+    left_error, right_error = ((value.double() - truth).abs().mean().item() for value in (left, right))
+    assert left_error < right_error  # 0.001163 and 0.001193
 
 
 @every_type

@@ -144,7 +144,7 @@ def test_prompt_split_is_fixed_and_disjoint() -> None:
     assert len(validation) == 128
     assert len(train) + 128 == len(ALPHABET) ** 2
     assert not set(train) & set(validation)
-    assert validation[:3] == glyph_texts("validation")[:3]
+    assert validation[:3] == ["B3", "ND", "2C"]  # the shipped model has not seen them
 
 
 def test_pretraining_script_runs_and_writes_what_it_did(tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ def test_import_needs_torch_alone_takes_under_half_a_second_and_reads_the_backen
     code = """
 import os, sys, time
 import torch
-import torch._dynamo.testing
 before, start = set(sys.modules), time.process_time()
 import flowgrpo_fast.ops
 seconds = time.process_time() - start

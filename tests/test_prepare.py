@@ -58,6 +58,12 @@ def test_ocr(tmp_path: Path, suffix: str) -> None:
         ('A sign that says "OPEN"', "OPEN", "blurry"),
         ("A mug with “Hi 2”", "Hi 2", "blurry"),
     ]
+    rows = (
+        pyarrow.parquet.read_table(out).to_pylist()
+        if suffix == "parquet"
+        else [json.loads(line) for line in out.read_text().splitlines()]
+    )
+    assert [row["prompt"][0] for row in rows] == [{"role": "system", "content": "You draw."}] * 2
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

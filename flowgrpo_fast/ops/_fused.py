@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.ops._reduce import LANES
+from flowgrpo_fast.ops.flow_grpo_loss import without_weight
 
 
 def fused_loss(
@@ -79,7 +80,10 @@ def fused_loss(
         if rescale and not _fits(v):
             combined = combine(v, v_neg, scale, True)
             grad, _ = gradient(grads, grad_loss, x, combined, None, None, 0, *rest, torch.float32)
-            return combine_backward(grad, v, v_neg, scale, True, v.dtype)
+            grad_v, grad_v_neg = combine_backward(grad, v, v_neg, scale, True, v.dtype)
+            upstream, kl_upstream = weight.double() * grad_loss.double(), kl_gradient.double() * grad_loss.double()
+            dead = without_weight(upstream, kl_upstream, s, v_ref, v)
+            return grad_v.masked_fill_(dead, 0.0), grad_v_neg.masked_fill_(dead, 0.0)
         token = v.shape[-1] if rescale else 0
         grad, grad_neg = gradient(grads, grad_loss, x, v, v_neg, scale, token, *rest, v.dtype)
         return grad, v.new_empty(0) if grad_neg is None else grad_neg

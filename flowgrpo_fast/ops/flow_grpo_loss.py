@@ -108,10 +108,14 @@ def flow_grpo_loss_backward_reference(
     grad_v, grad_neg = cfg_combine_backward_reference(
         grad, v if rescale else None, v_neg if rescale else None, scale, rescale
     )
-    # The norms of a sample without weight may be NaN, and its gradient is 0 all the same.
-    dead = (s == 0) | ((upstream == 0) & (kl_upstream == 0 if v_ref is not None else True))
-    dead = dead.reshape(-1, *(1,) * (v.dim() - 1))
+    dead = without_weight(upstream, kl_upstream, s, v_ref, v)
     return torch.where(dead, 0.0, grad_v).to(v.dtype), torch.where(dead, 0.0, grad_neg).to(v.dtype)
+
+
+def without_weight(upstream: Tensor, kl_upstream: Tensor, s: Tensor, v_ref: Tensor | None, like: Tensor) -> Tensor:
+    """Which samples have a gradient of 0, though the norms of their tokens may be infinite or NaN: bool [B, 1, ...], of like's rank."""
+    dead = (s == 0) | ((upstream == 0) & (kl_upstream == 0 if v_ref is not None else True))
+    return dead.reshape(-1, *(1,) * (like.dim() - 1))
 
 
 def _combined(v: Tensor, v_neg: Tensor | None, scale: Tensor | None, rescale: bool) -> Tensor:

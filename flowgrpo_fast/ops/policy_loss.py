@@ -65,7 +65,7 @@ def policy_loss_reference(
     clipped = clipped_low | clipped_high
     effective = torch.where(clipped, r1.clamp(-clip_low, clip_high), r1)
     loss = total_entries((-advantage - advantage * effective) * scale).to(dtype)
-    inert = clipped | (log_r.abs() > LOG_RATIO_BOUND)  # false for NaN, whose gradient must stay NaN
+    inert = clipped | ~kept | (log_r.abs() > LOG_RATIO_BOUND)  # false for NaN, whose gradient must stay NaN
     grad = torch.where(inert, 0.0, (-advantage - advantage * r1) * scale).to(log_ratio.dtype)
 
     sums = [total_entries(value) for value in (r1, clipped_low, clipped_high, r1 - bounded, advantage)]

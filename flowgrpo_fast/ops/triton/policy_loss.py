@@ -63,7 +63,7 @@ def policy_loss_kernel(
         clipped = clipped_low | clipped_high
         effective = tl.where(clipped_low, -clip_low, tl.where(clipped_high, clip_high, r1))
         loss += ((-advantage - advantage * effective) * scale).to(tl.float64)
-        inert = clipped | (tl.abs(log_r) > _BOUND)
+        inert = clipped | ~kept | (tl.abs(log_r) > _BOUND)
         grad = tl.where(inert, 0.0, (-advantage - advantage * r1) * scale)
         tl.store(grad_ptr + index, round_to(grad, grad_ptr.dtype.element_ty), mask=inside)
 
