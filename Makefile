@@ -7,7 +7,9 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.ready-$(shell cat pyproject.toml Makefile | sha256sum | cut -c1-16)-$(TORCH)
+REQUIREMENTS := $(shell cat pyproject.toml Makefile | sha256sum | cut -c1-16)-$(TORCH)
+TORCH_STAMP := $(VENV)/.torch-$(REQUIREMENTS)
+STAMP := $(VENV)/.ready-$(REQUIREMENTS)
 BUILT := $(VENV)/.built-$(shell cat setup.py csrc/* | sha256sum | cut -c1-16)-$(TORCH)
 
 # The environment of rollout servers: vllm-omni pins other versions of diffusers than the trainer has.
@@ -22,18 +24,22 @@ VLLM := vllm==0.30.0 vllm-omni==0.30.0
 
 setup: $(STAMP) $(BUILT)
 
-$(STAMP):
+# torch first: the kernels are compiled against it while the rest is downloaded.
+$(TORCH_STAMP):
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; set PYTHON=/path/to/python" >&2; exit 1; }
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH) setuptools
+	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH) setuptools ninja
+	touch $@
+
+$(STAMP): $(TORCH_STAMP)
 	FLOWGRPO_BUILD_EXT=0 $(BIN)/python -m pip install $(PIP_OPTIONS) --no-build-isolation $(TORCH) -e ".[train,dev]"
 	touch $@
 
 extension: $(BUILT)
 
 # The compiled kernels, in place. Optional: without a compiler this says so in one line and everything else goes on.
-$(BUILT): $(STAMP)
+$(BUILT): $(TORCH_STAMP)
 	rm -f flowgrpo_fast/_C*.so
 	MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
