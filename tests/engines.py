@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,21 @@ def assert_same_training(a: Path, b: Path) -> None:
     weights, others = exported(a), exported(b)
     assert weights.keys() == others.keys()
     assert all(torch.equal(t, others[name]) for name, t in weights.items())
+
+
+def shared_files(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # gone by now
+            found |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return found
+
+
+def orphans() -> set[str]:
+    """Names in /dev/shm that no process has mapped: tests on the other worker make some that are in use."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    return names - shared_files(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
 
 
 PROMPTS = ("two words", "a much longer prompt with many more words in it")

@@ -50,6 +50,7 @@ from tests.engines import (
     push_lora,
     run_trainer,
     running_server,
+    shared_files,
     warm_servers,
 )
 from tests.tiny import CPU, exported, sampling, tiny_adapter, tiny_config, tiny_pipeline, unpartitioned_config
@@ -251,15 +252,15 @@ def read_counts(running: Running) -> dict[str, Any]:
 
 def test_replies_lie_in_shared_memory_that_nobody_has_to_remove(full_server: Running) -> None:
     push_full(full_server.client, tiny_adapter().load_transformer(), 50)
-    before = {p.name for p in Path("/dev/shm").iterdir()}
     pid = full_server.process.process.pid
+    before = shared_files((pid, os.getpid()))
     batch = full_server.client.generate(groups(), sampling(), 50, "shared")
     assert full_server.client.shares_memory
     open_files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     assert not [name for name in open_files if "flowgrpo_fast" in name and "memfd" in name], (
         "replies that were taken are kept"
     )
-    assert {p.name for p in Path("/dev/shm").iterdir()} <= before
+    assert shared_files((pid, os.getpid())) <= before
     # All fields view one mapping, the server's: nothing was copied on this side.
     base = batch.latents.untyped_storage().data_ptr()
     assert {t.untyped_storage().data_ptr() for t in batch.tensors().values()} == {base}

@@ -26,6 +26,7 @@ from tests.engines import (
     assert_same_training,
     finish,
     one_thread,
+    orphans,
     run_trainer,
     warm_servers,
 )
@@ -77,7 +78,7 @@ def test_a_run_ends_after_too_many_failures(tmp_path: Path) -> None:
 def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path: Path) -> None:
     """glyphs, LoRA, ZeRO-3 on two ranks, one engine that sleeps while they train: five steps. Then kill -9 of the rank that started the server.
     (Validation prompts are odd in number: a rank that is done first must not put the engine to sleep under the other.)"""
-    before = shared_memory()
+    before = orphans()
     preload()
     port = str(free_port())
     overrides = [
@@ -109,15 +110,10 @@ def test_two_ranks_and_a_server_and_what_is_left_when_a_rank_is_killed(tmp_path:
         os.kill(ranks[0].pid, signal.SIGKILL)
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 10, "the server's death")
         wait_for(lambda: not any(rank.is_running() for rank in ranks), 10, "the other rank's end")
-        wait_for(lambda: shared_memory() <= before, 10, "the end of every shared-memory file")
+        wait_for(lambda: orphans() <= before, 10, "the end of every shared-memory file")
     finally:
         for rank in ranks:
             rank.process.kill()
-
-
-def shared_memory() -> set[str]:
-    """Files in /dev/shm, without the semaphores of multiprocessing: tests on the other worker make some."""
-    return {p.name for p in Path("/dev/shm").iterdir() if not p.name.startswith("sem.mp-")}
 
 
 def children_of(pid: int) -> list[int]:
