@@ -163,13 +163,13 @@ hang_in_step_two.calls = 0
 
 def test_a_hung_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
     ranks = start_ranks(
-        2, tmp_path, *SMALL, "rewards.0.name=tests.test_faults:hang_in_step_two", "engine.timeout_s=6", "rewarding.patience_s=5", "trainer.save_every=1",
+        2, tmp_path, *SMALL, "rewards.0.name=tests.test_faults:hang_in_step_two", "engine.timeout_s=8", "rewarding.patience_s=5", "trainer.save_every=1",
     )  # fmt: skip
     began = time.monotonic()
     codes, output = finish(ranks, 90)
     assert time.monotonic() - began < 60
     assert all(code != 0 for code in codes), output
-    assert "Timeout (0:00:06)!" in output
+    assert "Timeout (0:00:08)!" in output
     assert "in hang_in_step_two" in output
     assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
 
