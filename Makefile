@@ -24,22 +24,24 @@ VLLM := vllm==0.30.0 vllm-omni==0.30.0
 
 setup: $(STAMP) $(BUILT)
 
-# torch first: the kernels are compiled against it while the rest is downloaded.
+# torch first: under -j, as in `make test`, the kernels are compiled against it while the rest is downloaded.
 $(TORCH_STAMP):
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; set PYTHON=/path/to/python" >&2; exit 1; }
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH) setuptools ninja
+	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH) "numpy>=2" setuptools ninja
 	touch $@
 
-$(STAMP): $(TORCH_STAMP)
+# An interrupted set-up begins anew: what pip has left half written is not built upon.
+$(STAMP): | $(TORCH_STAMP)
+	rm -f $(TORCH_STAMP)
 	FLOWGRPO_BUILD_EXT=0 $(BIN)/python -m pip install $(PIP_OPTIONS) --no-build-isolation $(TORCH) -e ".[train,dev]"
-	touch $@
+	touch $(TORCH_STAMP) $@
 
 extension: $(BUILT)
 
 # The compiled kernels, in place. Optional: without a compiler this says so in one line and everything else goes on.
-$(BUILT): $(TORCH_STAMP)
+$(BUILT): | $(TORCH_STAMP)
 	rm -f flowgrpo_fast/_C*.so
 	MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
@@ -71,12 +73,12 @@ demo: setup
 deepspeed-ops: $(STAMP)
 	CXX=$(CURDIR)/tests/quick_g++ TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('CPUAdamBuilder').load()" >/dev/null
 
-# The pages are tested in a real browser. Where root is not here to install it, the tests that need it fail and say so.
+# The pages are tested in a real browser, found by the names of tests/browser.py. Without root or apt the tests that need it fail and say so.
 browser:
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo "apt-get install chromium"; \
-	    apt-get update -qq >/dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium >/dev/null && exit 0; \
+	    apt-get update -qq >/dev/null; DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium >/dev/null && exit 0; \
 	fi; echo "chromium is not installed: tests of pages will fail" >&2
 
 # Two workers of one thread each, a file to a worker: 2 cores are used well, and no test waits for another's threads.

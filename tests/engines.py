@@ -130,6 +130,15 @@ def assert_same_training(a: Path, b: Path) -> None:
     assert all(torch.equal(t, others[name]) for name, t in weights.items())
 
 
+def mapped(address: int) -> str:
+    """What this process has mapped there: its line of /proc/self/maps."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= address < last:
+            return line
+    raise LookupError(hex(address))
+
+
 def shared_files(pids: Iterable[int]) -> set[str]:
     """Names in /dev/shm that these processes have mapped."""
     found = set()
@@ -140,8 +149,8 @@ def shared_files(pids: Iterable[int]) -> set[str]:
 
 
 def orphans() -> set[str]:
-    """Names in /dev/shm that no process has mapped: tests on the other worker make some that are in use."""
-    names = {path.name for path in Path("/dev/shm").iterdir()}
+    """Names of our files in /dev/shm that no process has mapped: tests on the other worker make some that are in use."""
+    names = {path.name for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid()}
     return names - shared_files(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
 
 

@@ -14,14 +14,12 @@ from pathlib import Path
 
 NEEDED = "two hosts on one machine need Linux namespaces: CAP_SYS_ADMIN and CAP_NET_ADMIN (root, or a container started with --privileged), unshare, nsenter and ip"
 INTERFACE = "eth0"
-
-
-HOST = "FLOWGRPO_TESTS_HOST"
+HOST = "FLOWGRPO_TESTS_HOST"  # environment variable: the process id of a host's first process
 
 
 def train_there(arguments: Sequence[str]) -> int:
-    """train.py's main on the host whose first process $FLOWGRPO_TESTS_HOST is: for ranks that are forked here (tests/ranks.py), without the 9 s of
-    imports that each process started there has."""
+    """train.py's main on the host that $FLOWGRPO_TESTS_HOST names: for ranks that are forked here (tests/ranks.py), without the 9 s of imports that each
+    process started there has. Killed, the rank leaves its child to the end of the host."""
     from flowgrpo_fast.train import main
 
     folder, libc = os.getcwd(), ctypes.CDLL(None, use_errno=True)

@@ -49,6 +49,9 @@ class Rank:
         assert self.process.exitcode is not None
         return self.process.exitcode, self.output.read_text()
 
+    def exit_code(self) -> int | None:
+        return self.process.exitcode
+
     def is_running(self) -> bool:
         return self.process.is_alive()
 

@@ -144,7 +144,8 @@ def test_loss_and_gradients_are_as_accurate_as_eager(shape: tuple[int, ...], dty
             # The chain rounds the gradient of the combined velocity to the dtype on the way.
             limits = torch.finfo(dtype)
             bound = 4 * limits.eps * largest(right.double()).clamp_min(limits.smallest_normal)
-            assert bool((largest(left.double() - right.double()) <= bound).all())
+            error = largest(left.double() - right.double())
+            assert bool((error <= bound).all()), f"errors {error.tolist()}, bounds {bound.tolist()}"
         return
     loss, _, grads = run(flow_grpo_loss, given, chosen)
     true_loss, _, true_grads = run(eager, given, chosen, torch.float64)

@@ -307,19 +307,17 @@ def test_a_step_that_is_saved_is_not_written_again(tmp_path: Path, monkeypatch: 
         assert len(written) == 1
 
 
-def test_the_best_validated_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_the_best_validated_checkpoint_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = (
         "trainer.save_every=1",
         "trainer.validate_every=1",
         "trainer.keep_checkpoints=1",
         "trainer.total_steps=4",
     )
-    config = unpartitioned_config(tmp_path, *settings)
-    trainer = Trainer(config, Inputs(config, 1), CPU)
-    validate, scores = trainer._validate, iter([0.1, 0.5, 0.9, 0.3, 0.7])  # before the first step, and after each
-    trainer._validate = lambda *at: validate(*at) | {"reward": next(scores)}  # type: ignore[method-assign]
-    trainer.run()
-    trainer.engine.close()
+    validate, scores = Trainer._validate, iter([0.1, 0.5, 0.9, 0.3, 0.7])  # before the first step, and after each
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_validate", lambda *at: validate(*at) | {"reward": next(scores)})
+        train(unpartitioned_config(tmp_path, *settings))
     assert [p.name for p in checkpoints(tmp_path)] == ["step-000002", "step-000004"]
     with pytest.raises(
         ConfigError, match="trainer.best_metric = 'brigthness' is not measured by validation, which has brightness"

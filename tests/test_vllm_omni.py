@@ -45,7 +45,9 @@ from tests.engines import (
     finish,
     groups,
     lora_state,
+    mapped,
     one_thread,
+    orphans,
     push_full,
     push_lora,
     run_trainer,
@@ -53,6 +55,7 @@ from tests.engines import (
     shared_files,
     warm_servers,
 )
+from tests.ranks import wait_for
 from tests.tiny import CPU, exported, sampling, tiny_adapter, tiny_config, tiny_pipeline, unpartitioned_config
 
 __all__ = ["one_thread", "warm_servers"]  # fixtures, used by name
@@ -228,7 +231,7 @@ def test_no_pickle_and_no_list_between_engine_and_trainer(full_server: Running) 
     full_server.client.generate(groups(), sampling(), 40, "first")
     before = read_counts(full_server)
     for name in ("Tensor.tolist", "Tensor.__iter__", "pickle.dumps", "ForkingPickler.dumps"):
-        assert before["counts"][name] > 0, "nothing is counted"
+        assert before["counts"][name] > 0, f"{name} is not counted"
     for i in range(3):
         batch = full_server.client.generate(groups(negative="bad"), sampling(guidance_scale=2.0), 40, f"counted-{i}")
         assert batch.size == 8
@@ -253,7 +256,7 @@ def read_counts(running: Running) -> dict[str, Any]:
 def test_replies_lie_in_shared_memory_that_nobody_has_to_remove(full_server: Running) -> None:
     push_full(full_server.client, tiny_adapter().load_transformer(), 50)
     pid = full_server.process.process.pid
-    before = shared_files((pid, os.getpid()))
+    before, left = shared_files((pid, os.getpid())), orphans()
     batch = full_server.client.generate(groups(), sampling(), 50, "shared")
     assert full_server.client.shares_memory
     open_files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
@@ -261,19 +264,11 @@ def test_replies_lie_in_shared_memory_that_nobody_has_to_remove(full_server: Run
         "replies that were taken are kept"
     )
     assert shared_files((pid, os.getpid())) <= before
+    wait_for(lambda: orphans() <= left, 5, "the end of every file that nobody uses")
     # All fields view one mapping, the server's: nothing was copied on this side.
     base = batch.latents.untyped_storage().data_ptr()
     assert {t.untyped_storage().data_ptr() for t in batch.tensors().values()} == {base}
     assert "memfd:flowgrpo_fast" in mapped(base)
-
-
-def mapped(address: int) -> str:
-    """What this process has mapped there."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(end, 16) for end in line.split()[0].split("-"))
-        if first <= address < last:
-            return line
-    raise LookupError(hex(address))
 
 
 def test_without_shared_memory_the_same_bytes_come_as_a_frame(full_server: Running) -> None:

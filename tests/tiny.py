@@ -21,7 +21,7 @@ from flowgrpo_fast.rollout.base import RolloutRequest, SamplingParams
 from flowgrpo_fast.rollout.in_process import InProcessRollout
 
 TINY_YAML = Path(__file__).parent / "tiny.yaml"
-# The first 32 of builtin:glyphs: all 836 are tokenized whenever a trainer starts, 0.1 s of 0.6.
+# The first 32 of builtin:glyphs: all 833 are tokenized whenever a trainer starts, 0.1 s of 0.6.
 TINY_PROMPTS = Path(__file__).parent / "tiny_prompts.txt"
 CPU = torch.device("cpu")
 

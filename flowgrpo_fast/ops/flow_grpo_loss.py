@@ -108,12 +108,15 @@ def flow_grpo_loss_backward_reference(
     grad_v, grad_neg = cfg_combine_backward_reference(
         grad, v if rescale else None, v_neg if rescale else None, scale, rescale
     )
-    dead = without_weight(upstream, kl_upstream, s, v_ref, v)
+    dead = without_weight(grad_loss, weight, kl_gradient, s, v_ref, v)
     return torch.where(dead, 0.0, grad_v).to(v.dtype), torch.where(dead, 0.0, grad_neg).to(v.dtype)
 
 
-def without_weight(upstream: Tensor, kl_upstream: Tensor, s: Tensor, v_ref: Tensor | None, like: Tensor) -> Tensor:
-    """Which samples have a gradient of 0, though the norms of their tokens may be infinite or NaN: bool [B, 1, ...], of like's rank."""
+def without_weight(
+    grad_loss: Tensor, weight: Tensor, kl_gradient: Tensor, s: Tensor, v_ref: Tensor | None, like: Tensor
+) -> Tensor:
+    """bool [B, 1, ...] of like's rank: samples whose gradient is 0, even where the norms of their tokens are infinite or NaN."""
+    upstream, kl_upstream = weight.double() * grad_loss.double(), kl_gradient.double() * grad_loss.double()
     dead = (s == 0) | ((upstream == 0) & (kl_upstream == 0 if v_ref is not None else True))
     return dead.reshape(-1, *(1,) * (like.dim() - 1))
 
