@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,7 +30,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         plain = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
-    return parse_config(plain, str(path))
+    return parse_config(plain, f"{path} and the command line" if overrides else str(path))
 
 
 def parse_config(values: Any, origin: str = "config") -> Config:
@@ -67,24 +67,54 @@ def _explain(error: dict[str, Any]) -> str:
     """One pydantic error as a sentence: the key as the user writes it, the value, and the nearest valid key if unknown."""
     location = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        valid = _keys_at(error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), valid, n=1, cutoff=0.0)
-        return f"unknown key {location!r}; did you mean {near[0]!r}?" if near else f"unknown key {location!r}"
+        near = _nearest(error["loc"])
+        return f"unknown key {location!r}; " + (f"did you mean {near!r}?" if near else _there_are(error["loc"][:-1]))
     if error["type"] == "missing":
         return f"missing key {location!r}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{location} = {error['input']!r}: {message}" if location else message
 
 
+def _nearest(location: tuple[Any, ...]) -> str | None:
+    """The whole key that was meant: a like one of the same section, else one of any section."""
+    here = [".".join(map(str, (*location[:-1], key))) for key in _keys_at(location[:-1])]
+    for keys, likeness in ((here, 0.6), (_keys_below(Config), 0.8)):
+        by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
+        if near := difflib.get_close_matches(str(location[-1]), by_name, n=1, cutoff=likeness):
+            return by_name[near[0]]
+    return None
+
+
+def _there_are(location: tuple[Any, ...]) -> str:
+    keys = ", ".join(_keys_at(location))
+    return f"{'.'.join(map(str, location)) or 'a config'} has {keys}" if keys else "it takes no keys"
+
+
+def _keys_below(section: type[Section], prefix: str = "") -> list[str]:
+    """All keys, outer ones first; of lists of sections not what is inside."""
+    keys = [prefix + name for name in section.model_fields]
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner is not None and get_origin(field.annotation) is not list:
+            keys += _keys_below(inner, f"{prefix}{name}.")
+    return keys
+
+
 def _keys_at(location: tuple[Any, ...]) -> list[str]:
-    section: Any = Config
+    section: type[Section] = Config
     for part in location:
         if isinstance(part, int):
             continue
-        annotation = section.model_fields[part].annotation
-        section = next(
-            (a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, Section)), None
-        )
-        if section is None:
+        inner = _section_of(section.model_fields[part].annotation)
+        if inner is None:
             return []
+        section = inner
     return list(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section that a key holds, by itself, in a list, or beside None."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None

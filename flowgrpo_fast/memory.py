@@ -83,9 +83,10 @@ def memory_lines(config: Config, parameters: Parameters, ranks: int) -> list[str
     names = list(dict.fromkeys(name for parts in found for name in parts))
     lines = [
         f"memory of each of {ranks} rank(s) in GiB, without activations, text encoder and VAE"
-        f" ({parameters.total / 1e9:.2f} B parameters, {parameters.trained / 1e9:.3f} B trained):",
-        " " * 36 + "".join(f"{title:>24}" for title in columns),
+        f" ({parameters.total / 1e9:.4g} B parameters, {parameters.trained / 1e9:.4g} B trained):",
     ]
+    if len(columns) > 1:
+        lines.append(" " * 36 + "".join(f"{title:>24}" for title in columns))
     for name in names:
         place = "" if where.get(name, "none") == "none" else f" (on {where[name]})"
         lines.append(f"  {name + place:<34}" + "".join(f"{parts.get(name, 0) / 2**30:24.2f}" for parts in found))

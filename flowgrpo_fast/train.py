@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--local_rank", type=int, default=None, help="set by the launcher")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.total_steps=10")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)  # options may stand between overrides
 
 
 def settle_environment(config: Config, local_rank: int | None) -> None:
@@ -90,12 +90,15 @@ def settle_environment(config: Config, local_rank: int | None) -> None:
 def dry_run(config: Config) -> None:
     import torch
 
+    from flowgrpo_fast.checkpoint import find_checkpoint
     from flowgrpo_fast.engine import DTYPES, deepspeed_config
     from flowgrpo_fast.inputs import Inputs
     from flowgrpo_fast.memory import count_parameters, memory_lines
     from flowgrpo_fast.models import build_adapter
 
     inputs = Inputs(config, int(os.environ["WORLD_SIZE"]))
+    if config.trainer.resume not in ("auto", "never"):
+        find_checkpoint(config.trainer.resume, Path(config.run_dir))
     adapter = build_adapter(config.model.family, config.model.path, torch.device("cpu"), DTYPES[config.model.dtype])
     plan, sigmas = inputs.plan(config, adapter)
     if os.environ["RANK"] != "0":

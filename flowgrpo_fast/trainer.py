@@ -109,6 +109,8 @@ class Trainer:
         after: dict[str, float] | None = None
         stopped: Exception | None = None
         with Progress(t.total_steps, enabled=self.is_main) as progress:
+            if self.checkpoint is not None:
+                progress.message(f"resumed at step {self.state.step} from {self.checkpoint}")
             try:
                 before = self.state.validation_before
                 if not before:

@@ -45,8 +45,13 @@ def test_extends_in_a_circle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.total_step=3", "unknown key 'trainer.total_step'; did you mean 'total_steps'"),
-        ("rollout.window.sise=3", "unknown key 'rollout.window.sise'; did you mean 'size'"),
+        ("trainer.total_step=3", "unknown key 'trainer.total_step'; did you mean 'trainer.total_steps'"),
+        ("total_steps=3", "unknown key 'total_steps'; did you mean 'trainer.total_steps'"),
+        ("algorithm.learning_rate=1", "unknown key 'algorithm.learning_rate'; did you mean 'optimizer.learning_rate'"),
+        ("optimizer.lr=1", "unknown key 'optimizer.lr'; optimizer has learning_rate, .*weight_decay"),
+        ("foo=1", "and the command line: unknown key 'foo'; a config has run_dir, "),
+        ("rewards.0.nam=ocr", "unknown key 'rewards.0.nam'; did you mean 'rewards.0.name'"),
+        ("rollout.window.sise=3", "unknown key 'rollout.window.sise'; did you mean 'rollout.window.size'"),
         ("trainer.total_steps=many", "trainer.total_steps = 'many': .*integer"),
         ("trainer.total_steps=1.5", "trainer.total_steps = 1.5: .*integer"),
         ("rollout.guidance_scale=0.5", "rollout.guidance_scale = 0.5: .*greater than or equal to 1"),

@@ -158,7 +158,8 @@ def test_kill_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> Non
     saved = checkpoints(tmp_path)
     assert saved, "no checkpoint had been finished"
     assert saved[-1].name != "step-000005"
-    run_ranks(1, tmp_path, "trainer.save_every=1", "trainer.keep_checkpoints=99")
+    output = run_ranks(1, tmp_path, "trainer.save_every=1", "trainer.keep_checkpoints=99")
+    assert f"resumed at step {int(saved[-1].name[-6:])} from {saved[-1]}" in output
     steps = [row["step"] for row in read_metrics(tmp_path)]
     assert steps == [1, 2, 3, 4, 5]
     assert checkpoints(tmp_path)[-1].name == "step-000005"

@@ -19,9 +19,19 @@ from flowgrpo_fast.inputs import Inputs
 from flowgrpo_fast.metrics import read_metrics
 from flowgrpo_fast.rewards import RewardFailure
 from flowgrpo_fast.rollout.base import NonFiniteError
+from flowgrpo_fast.train import main
 from flowgrpo_fast.trainer import Trainer
 from tests.test_trainer import LORA, in_one_rank, train
-from tests.tiny import CPU, brightness, exported, tiny_config, tiny_pipeline, unpartitioned_config
+from tests.tiny import (
+    CPU,
+    TINY_YAML,
+    brightness,
+    exported,
+    tiny_config,
+    tiny_inputs,
+    tiny_pipeline,
+    unpartitioned_config,
+)
 
 __all__ = ["in_one_rank"]  # a fixture, used by name
 
@@ -144,6 +154,13 @@ def test_window_outside_the_schedule_is_a_config_error(tmp_path: Path, window: s
 def test_bad_input_is_found_before_a_model_is_loaded(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Inputs(tiny_config(tmp_path, override), 1)
+
+
+def test_a_dry_run_looks_for_the_checkpoint_to_resume_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--config", str(TINY_YAML), *tiny_inputs(tmp_path), "engine.threads=1", "--dry-run"]
+    assert main([*command, "trainer.resume=nevr"]) == 2
+    assert "trainer.resume = 'nevr': no checkpoint there" in capsys.readouterr().err
+    assert main([*command, "trainer.resume=never"]) == 0
 
 
 def test_lora_targets_that_match_nothing(tmp_path: Path) -> None:
