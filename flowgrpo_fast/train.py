@@ -97,8 +97,7 @@ def dry_run(config: Config) -> None:
     from flowgrpo_fast.models import build_adapter
 
     inputs = Inputs(config, int(os.environ["WORLD_SIZE"]))
-    if config.trainer.resume not in ("auto", "never"):
-        find_checkpoint(config.trainer.resume, Path(config.run_dir))
+    find_checkpoint(config.trainer.resume, Path(config.run_dir).expanduser())
     adapter = build_adapter(config.model.family, config.model.path, torch.device("cpu"), DTYPES[config.model.dtype])
     plan, sigmas = inputs.plan(config, adapter)
     if os.environ["RANK"] != "0":

@@ -54,6 +54,7 @@ LONGEST_FIRST = (
     "test_install",
     "test_vllm_omni_faults",
     "test_vllm_omni",
+    "test_vllm_omni_training",
     "test_launch",
     "test_scaling",
     "test_vllm_omni_families",

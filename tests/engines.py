@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor, nn
 
 from flowgrpo_fast.config import Config
@@ -26,7 +27,7 @@ from flowgrpo_fast.rollout.weights import FlatTensors, checksum, lora_modules, l
 from flowgrpo_fast.train import settle_environment
 from flowgrpo_fast.trainer import Trainer
 from tests import warm_python
-from tests.tiny import CPU, exported, request, tiny_config
+from tests.tiny import CPU, exported, request, tiny_adapter, tiny_config
 
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("FLOWGRPO_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))
@@ -95,6 +96,29 @@ def running_server(folder: Path, *overrides: str, entry: tuple[str, ...] | None 
         yield Running(process, client, client.hello(180))
     finally:
         client.close()
+
+
+@pytest.fixture(scope="module")
+def lora_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_server(tmp_path_factory.mktemp("lora"), *LORA_RUN) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def full_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_server(tmp_path_factory.mktemp("full")) as running:
+        yield running
+
+
+def lora_transformer(seed: int = 0, targets: str | list[str] = "all-linear") -> nn.Module:
+    """The tiny network with a LoRA whose B is not zero."""
+    transformer = tiny_adapter().load_transformer().eval()
+    transformer.add_adapter(PeftLoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets), adapter_name=LORA)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad and parameter.dim() == 2 and parameter.shape[1] == RANK:
+            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return transformer
 
 
 def lora_state(transformer: nn.Module) -> dict[str, Tensor]:

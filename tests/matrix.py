@@ -44,7 +44,7 @@ ENGINE_FAMILIES = ("sd3", "flux", "z_image", "wan", "qwen_image_edit", "qwen_ima
 # Nothing has been run on a GPU yet.
 SAME_BITS = "test_vllm_omni.py::test_the_engine_samples_the_same_bits"
 BY_ENGINE: dict[tuple[str, str], str] = {
-    ("qwen_image", "FlowGRPO"): "test_vllm_omni.py::test_a_lora_run_agrees_with_its_engine_to_the_last_bit",
+    ("qwen_image", "FlowGRPO"): "test_vllm_omni_training.py::test_a_lora_run_agrees_with_its_engine_to_the_last_bit",
     ("qwen_image", "Flow-GRPO-Fast, branch"): f"{SAME_BITS}[shared noise]",
     ("qwen_image", "Flow-CPS"): f"{SAME_BITS}[cps]",
     ("qwen_image", "DanceGRPO, best of n"): f"{SAME_BITS}[dance]",

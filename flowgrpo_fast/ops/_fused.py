@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_fast.ops._reduce import LANES
-from flowgrpo_fast.ops.flow_grpo_loss import without_weight
+from flowgrpo_fast.ops.flow_grpo_loss import upstreams, without_weight
 
 
 def fused_loss(
@@ -81,7 +81,7 @@ def fused_loss(
             combined = combine(v, v_neg, scale, True)
             grad, _ = gradient(grads, grad_loss, x, combined, None, None, 0, *rest, torch.float32)
             grad_v, grad_v_neg = combine_backward(grad, v, v_neg, scale, True, v.dtype)
-            dead = without_weight(grad_loss, weight, kl_gradient, s, v_ref, v)
+            dead = without_weight(*upstreams(grad_loss, weight, kl_gradient), s, v_ref, v)
             return grad_v.masked_fill_(dead, 0.0), grad_v_neg.masked_fill_(dead, 0.0)
         token = v.shape[-1] if rescale else 0
         grad, grad_neg = gradient(grads, grad_loss, x, v, v_neg, scale, token, *rest, v.dtype)

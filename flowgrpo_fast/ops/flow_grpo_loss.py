@@ -101,22 +101,24 @@ def flow_grpo_loss_backward_reference(
 ) -> tuple[Tensor, Tensor]:
     """-> gradients of v and v_neg (empty [0] where v_neg is None). In fp32 all the way, rounded once."""
     combined = _combined(v, v_neg, scale, rescale)
-    upstream, kl_upstream = weight.double() * grad_loss.double(), kl_gradient.double() * grad_loss.double()
+    upstream, kl_upstream = upstreams(grad_loss, weight, kl_gradient)
     grad = gradient_rows(upstream, kl_upstream, x, combined, prev, a, b, s, v_ref, form, reduction).reshape(v.shape)
     if v_neg is None or scale is None:
         return grad.to(v.dtype), v.new_empty(0)
     grad_v, grad_neg = cfg_combine_backward_reference(
         grad, v if rescale else None, v_neg if rescale else None, scale, rescale
     )
-    dead = without_weight(grad_loss, weight, kl_gradient, s, v_ref, v)
+    dead = without_weight(upstream, kl_upstream, s, v_ref, v)
     return torch.where(dead, 0.0, grad_v).to(v.dtype), torch.where(dead, 0.0, grad_neg).to(v.dtype)
 
 
-def without_weight(
-    grad_loss: Tensor, weight: Tensor, kl_gradient: Tensor, s: Tensor, v_ref: Tensor | None, like: Tensor
-) -> Tensor:
+def upstreams(grad_loss: Tensor, weight: Tensor, kl_gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the loss with respect to each sample's log-prob and KL, fp64 [B]."""
+    return weight.double() * grad_loss.double(), kl_gradient.double() * grad_loss.double()
+
+
+def without_weight(upstream: Tensor, kl_upstream: Tensor, s: Tensor, v_ref: Tensor | None, like: Tensor) -> Tensor:
     """bool [B, 1, ...] of like's rank: samples whose gradient is 0, even where the norms of their tokens are infinite or NaN."""
-    upstream, kl_upstream = weight.double() * grad_loss.double(), kl_gradient.double() * grad_loss.double()
     dead = (s == 0) | ((upstream == 0) & (kl_upstream == 0 if v_ref is not None else True))
     return dead.reshape(-1, *(1,) * (like.dim() - 1))
 
